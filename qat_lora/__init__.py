@@ -1,6 +1,7 @@
 """qat-lora gives quantised language models their quality back.
 
-The public names, loaded when they are first used, so that `import qat_lora` costs neither PyTorch nor transformers:
+The public names (`__init__.pyi` tells type checkers), loaded when they are first used, so that `import qat_lora` costs
+neither PyTorch nor transformers:
 
 * `build_kd_cache`, `quantize_model`, `train_recovery_lora`, `evaluate_models`, `generate_text`, `export_student`: the
   commands as functions (`qat_lora.api`);
@@ -15,45 +16,16 @@ checkpoints too (`qat_lora.models.register`).
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qat_lora.models.register import register_with_transformers
 
-if TYPE_CHECKING:
-    from qat_lora.api import (
-        build_kd_cache,
-        evaluate_models,
-        export_student,
-        generate_text,
-        quantize_model,
-        train_recovery_lora,
-    )
-    from qat_lora.cache.read.dataset import KDCacheDataset
-    from qat_lora.losses.full_vocab import kd_soft_ce
-    from qat_lora.losses.fused.op import fused_linear_kd
-    from qat_lora.quant.spec import QuantSpec
-    from qat_lora.runtime.launch.start import notebook_launch
-    from qat_lora.runtime.xla.runtime import is_xla_device, xla_mark_step
-
 __version__ = "0.1.0"
 
-__all__ = [
-    "KDCacheDataset",
-    "QuantSpec",
-    "build_kd_cache",
-    "evaluate_models",
-    "export_student",
-    "fused_linear_kd",
-    "generate_text",
-    "is_xla_device",
-    "kd_soft_ce",
-    "notebook_launch",
-    "quantize_model",
-    "train_recovery_lora",
-    "xla_mark_step",
-]
-
-_HOMES = dict.fromkeys(__all__, "qat_lora.api") | {
+_HOMES = dict.fromkeys(
+    ("build_kd_cache", "evaluate_models", "export_student", "generate_text", "quantize_model", "train_recovery_lora"),
+    "qat_lora.api",
+) | {
     "KDCacheDataset": "qat_lora.cache.read.dataset",
     "QuantSpec": "qat_lora.quant.spec",
     "fused_linear_kd": "qat_lora.losses.fused.op",
@@ -62,6 +34,8 @@ _HOMES = dict.fromkeys(__all__, "qat_lora.api") | {
     "notebook_launch": "qat_lora.runtime.launch.start",
     "xla_mark_step": "qat_lora.runtime.xla.runtime",
 }
+
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

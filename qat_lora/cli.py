@@ -19,10 +19,11 @@ import click
 import qat_lora
 from qat_lora.config import Leaf, leaves, nearest, refuse_unused, resolve
 from qat_lora.errors import QatLoraError, disk_errors_explained
-from qat_lora.registry import COMMANDS, EXAMPLES, Command
+from qat_lora.registry import COMMANDS, Command
 from qat_lora.terminal import any_text, bars_by_terminal, echo, highlight
 
 _NUMBERS = {int: "INT", float: "NUMBER"}
+EXAMPLES = Path(__file__).with_name("command_examples.txt")  # shown by the `--help` of their commands
 MANY = 15  # settings of a command, above which `--help` shows the common ones only
 
 
@@ -120,7 +121,8 @@ class OptionsCommand(click.Command):
         cls, start = self.command.options_class(), f"qat-lora {self.command.words} "
         every = list(leaves(cls))
         short = len(every) > MANY and "all settings" not in ctx.meta
-        if examples := [f"  {line}\n" for line in EXAMPLES.splitlines() if line.startswith(start)]:
+        lines = EXAMPLES.read_text(encoding="utf-8").splitlines()
+        if examples := [f"  {line}\n" for line in lines if line.startswith(start)]:
             with formatter.section(_heading("Examples")):
                 formatter.write("".join(examples))
         sections: dict[str, list[tuple[str, str]]] = {}

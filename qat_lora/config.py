@@ -373,28 +373,22 @@ def _holds(tree: Any, path: Sequence[str]) -> bool:
 
 
 class _BoundedLoader(yaml.SafeLoader):
-    """Counts values as often as aliases repeat them, before any is built: ten lines can stand for 10^9 values."""
+    """Refuses aliases, by which ten lines can be 10^9 values, and too many or too deep values, before any is built."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._sizes: dict[yaml.Node, int] = {}
-        self._depth = 0
+        self._depth = self._count = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        self._depth += 1
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it repeats a value by an alias; write the value out")
+        self._depth, self._count = self._depth + 1, self._count + 1
         if self._depth > YAML_LIMIT_DEPTH:
             raise yaml.YAMLError(f"it is nested more than {YAML_LIMIT_DEPTH} deep")
-        is_alias = self.check_event(yaml.AliasEvent)
-        node: Any = super().compose_node(parent, index)
+        if self._count > YAML_LIMIT_VALUES:
+            raise yaml.YAMLError(f"it holds more than {YAML_LIMIT_VALUES:,} values")
+        node = super().compose_node(parent, index)
         self._depth -= 1
-        if is_alias and node not in self._sizes:
-            raise yaml.YAMLError("a value holds itself")
-        if node not in self._sizes:
-            parts = [] if isinstance(node.value, str) else node.value
-            inner = (part for item in parts for part in (item if isinstance(item, tuple) else (item,)))
-            self._sizes[node] = 1 + sum(self._sizes[part] for part in inner)
-        if self._sizes[node] > YAML_LIMIT_VALUES:
-            raise yaml.YAMLError(f"it holds more than {YAML_LIMIT_VALUES:,} values, repeated ones counted each time")
         return node
 
 

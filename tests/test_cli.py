@@ -11,8 +11,9 @@ import click
 import pytest
 
 from qat_lora import cli
+from qat_lora.cli import EXAMPLES
 from qat_lora.config import leaves, save_yaml, to_dict
-from qat_lora.registry import COMMANDS, EXAMPLES
+from qat_lora.registry import COMMANDS
 
 FROZEN = Path(__file__).parent / "data" / "cli_flags.txt"
 WITHOUT_UNIT = {"seed"}
@@ -114,7 +115,7 @@ def test_help_on_a_narrow_terminal(capfd):
     assert all(len(line) <= 50 for line in lines if not line.startswith("  qat-lora")), max(lines, key=len)
 
 
-@pytest.mark.parametrize("line", [line for line in EXAMPLES.splitlines() if line])
+@pytest.mark.parametrize("line", EXAMPLES.read_text(encoding="utf-8").splitlines())
 def test_examples_of_help_are_understood(line, resolved):
     assert resolved(*line.split()[1:])
 

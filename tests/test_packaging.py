@@ -85,3 +85,9 @@ def test_every_extra_is_resolved_by_make():
     section = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.optional-dependencies]")[1]
     found = names.findall(section.split("[project.scripts]")[0])
     assert set(found) == set(PROJECT["project"]["optional-dependencies"])
+
+
+def test_files_beside_the_modules_are_in_the_wheel():
+    package, patterns = ROOT / "qat_lora", PROJECT["tool"]["setuptools"]["package-data"]["qat_lora"]
+    beside = {file for file in package.rglob("*.*") if file.is_file() and file.suffix not in (".py", ".pyc")}
+    assert beside and beside <= {file for pattern in patterns for file in package.glob(pattern)}

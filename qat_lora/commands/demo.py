@@ -254,14 +254,9 @@ def _write_report(
     shown = ["the same prompt, continued by each model:", *samples, "", text_table(table), "", *lines]
     write_text(out / "report.txt", "\n".join(shown) + "\n")
     blocks = [f"```python\n# {name}\n{text}\n```" for name, text in continued.items()]
-    explained = (
-        "Scored on held-out files of Python's standard library. *quantised*: 2-bit round to nearest, absmax scales, "
-        "groups of 64. *calibrated*: the student as recovery finds it, untrained. *recovered*: adapter and scales "
-        "trained from the KD cache."
-    )
-    markdown = ["# qat-lora demo", explained, markdown_table(table), "\n".join(f"* {x}" for x in lines)]
-    markdown += ["![scores and training curve](report.png)", *blocks]
-    write_text(out / "report.md", "\n\n".join(markdown) + "\n")
+    form = Path(__file__).with_name("demo.md").read_text(encoding="utf-8")
+    facts = "\n".join(f"* {line}" for line in lines)
+    write_text(out / "report.md", form.format(table=markdown_table(table), facts=facts, samples="\n\n".join(blocks)))
     scored = json.loads((out / "eval" / "report.json").read_text(encoding="utf-8"))
     scored["samples"] = {name: [text] for name, text in continued.items()}
     picture(run, lambda: plot_report(scored, out / "report.png", lambda axis: draw_curve(axis, *curves)))

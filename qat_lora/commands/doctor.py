@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import click
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -40,14 +41,7 @@ LOW_DISK_GIB, LOW_RAM_GIB = 5, 2  # a small cache with a small student still fit
 BACKENDS = ("TPU", "CPU")  # values of PJRT_DEVICE that our XLA runtime starts
 MARKS = {"ok": "✓", "note": "–", "problem": "✗"}
 
-_DEAD = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
-_NOTED = {
-    "TPU_VISIBLE_CHIPS": "with several processes each would take these chips, so --num-chips N is refused beside it",
-    "XLA_PERSISTENT_CACHE_PATH": "PyTorch/XLA 2.9 fails to read back what it writes there; every start compiles anew",
-    "PT_XLA_DEBUG": "reports on every execution, some twenty lines each; PT_XLA_DEBUG_LEVEL=1 on compilations alone",
-    "XLA_IR_DEBUG": "tracing is slower",
-    "XLA_HLO_DEBUG": "tracing is slower",
-}
+VARIABLES = Path(__file__).with_name("variables.yaml")  # that do nothing or harm wherever they are set
 _NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CPU_NUM_DEVICES")
 
 
@@ -198,9 +192,9 @@ def _check_variables(environ: Mapping[str, str], found: Found) -> list[Finding]:
         """Add a note, or a problem where there is a fix."""
         findings.append(Finding(name, "problem" if fix else "note", f"is set to {environ[name]!r}{text}", fix))
 
-    harm = "it is deprecated and changes every float32 behind the program's back; unset it, give --dtype bfloat16"
-    for name in filter(environ.__contains__, _DEAD):
-        add(name, harm)
+    known: dict[str, dict[str, str]] = yaml.safe_load(VARIABLES.read_text(encoding="utf-8"))
+    for name in filter(environ.get, known):
+        add(name, known[name].get("fix"), f": {known[name]['note']}" if "note" in known[name] else "")
     chips = environ.get("TPU_NUM_DEVICES")
     if chips is not None and (chips == "all" or (chips.isdecimal() and int(chips))):
         taken = f": taken as --num-chips {chips} and translated into the variables that libtpu reads"
@@ -210,8 +204,6 @@ def _check_variables(environ: Mapping[str, str], found: Found) -> list[Finding]:
         add("TPU_NUM_DEVICES", fix, ", which is no number of chips")
     for name in (n for n in _NUMBERS if n in environ and not environ[n].isdecimal()):
         add(name, f"unset {name}, or start through torchrun, which sets it", ", which is no number")
-    for name in filter(environ.get, _NOTED):
-        add(name, None, f": {_NOTED[name]}")
     for name in sorted(n for n in environ if n.startswith("XRT_")):
         add(name, "torch_xla no longer reads it; unset it (PJRT_DEVICE took its place)")
     backend = found.pjrt_device
@@ -226,24 +218,19 @@ def _check_variables(environ: Mapping[str, str], found: Found) -> list[Finding]:
 
 
 def _check_disk(free_gib: float, folder: Path, needs: Requirements | None = None) -> Finding:
-    text = f"{free_gib:.1f} GiB free in {folder}"
-    wanted = LOW_DISK_GIB if needs is None else needs.disk / GIB
-    reason = f"a cache wants {LOW_DISK_GIB} GiB and more" if needs is None else f"{needs.what} wants {wanted:.1f} GiB"
-    if free_gib < wanted:
-        return Finding("disk", "problem", text, f"free some space, or choose another --out ({reason})")
-    return Finding("disk", "ok", text if needs is None else f"{text}; {reason}")
+    wanted, what = (LOW_DISK_GIB, "a small cache") if needs is None else (needs.disk / GIB, needs.what)
+    text = f"{free_gib:.1f} GiB free in {folder}; {what} wants {wanted:.1f} GiB"
+    fix = "free some space, or choose another --out"
+    return Finding("disk", "problem", text, fix) if free_gib < wanted else Finding("disk", "ok", text)
 
 
 def _check_ram(free_gib: float | None, needs: Requirements | None = None) -> Finding:
     if free_gib is None:
         return Finding("memory", "note", "this system does not say how much is free")
-    text = f"{free_gib:.1f} GiB free"
-    wanted = LOW_RAM_GIB if needs is None else needs.host / GIB
-    if needs is not None:
-        text += f"; {needs.what} is estimated to need {wanted:.1f} GiB of it"
-    if free_gib < wanted:
-        return Finding("memory", "problem", text, "end other programs; `qat-lora estimate` says what a run needs")
-    return Finding("memory", "ok", text)
+    wanted, what = (LOW_RAM_GIB, "a small student") if needs is None else (needs.host / GIB, needs.what)
+    text = f"{free_gib:.1f} GiB free; {what} is estimated to need {wanted:.1f} GiB of it"
+    fix = "end other programs; `qat-lora estimate` says what a run needs"
+    return Finding("memory", "problem", text, fix) if free_gib < wanted else Finding("memory", "ok", text)
 
 
 def _check_extras(required: Sequence[Requirement], extras: Sequence[str], versions: Mapping[str, str]) -> list[Finding]:
@@ -302,16 +289,13 @@ def libtpu_specifier() -> str:
 
 def _unreachable(url: str) -> str:
     """Return why a server does not answer, empty if it does, whatever it says."""
-    import urllib.error
-    import urllib.request
+    from huggingface_hub import get_session
 
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=HUB_TIMEOUT_S):
-            return ""
-    except urllib.error.HTTPError:
+        get_session().request("HEAD", url, timeout=HUB_TIMEOUT_S)
         return ""
-    except (OSError, ValueError) as error:
-        return one_line(getattr(error, "reason", error), 80)
+    except Exception as error:  # those of its HTTP client
+        return one_line(error, 80)
 
 
 def _free_ram_gib() -> float | None:

@@ -1,5 +1,6 @@
 """`estimate`: how much memory, time and money a recovery run will need, from a model's config.json alone."""
 
+from pathlib import Path
 from typing import Any
 
 from qat_lora.options import EstimateOptions
@@ -7,13 +8,6 @@ from qat_lora.plan.devices import named
 from qat_lora.plan.memory import GIB, forecast, shown_device, skeleton
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.precision import with_dtype
-
-NOTE = (
-    "An estimate. Weights, adapter, gradients and optimizer state are counted on the model's real shapes. Activations\n"
-    "and working memory are formulas for Qwen and Llama style layers, each device's own attention in them; compared\n"
-    "with measured steps on a CPU, and with the TPU's compiler. Nothing of it has been measured on a TPU or GPU yet.\n"
-    "Time is a roofline at assumed shares of a device's rates; prices are list prices of mid-2025, to be checked."
-)
 
 
 def estimate(options: EstimateOptions, runtime: Runtime) -> dict[str, Any]:
@@ -50,4 +44,5 @@ def _text(report: dict[str, Any], options: EstimateOptions, replicas: int) -> st
             f"{name:<9}{there['total_bytes'] / GIB:>8.2f} GiB  {fits:<12}{there['hours']:>9.2f} h{cost:>14}"
             f"{there['tokens']:>16,} tokens {there['tokens_per_s']:>9,.0f}/s, bound by: {there['bound']}"
         )
-    return "\n".join([*lines, "", NOTE])
+    note = Path(__file__).with_name("estimate.txt").read_text(encoding="utf-8")
+    return "\n".join([*lines, "", note.rstrip()])

@@ -126,11 +126,8 @@ def _open_students(options: EvalOptions, tokenizer: Any, shared: Path) -> dict[s
     for name, folder in _named(options.students, "students", "teacher").items():
         opened[name] = open_student(folder, options.hub, options.run.dtype, shared)
         file = opened[name].model.folder
-        if file.suffix == GGUF and (file.parent / ADAPTER).is_file():
-            say(
-                options.run,
-                f"{name} is scored without the {ADAPTER} beside it; for both, name the run that was exported",
-            )
+        if Path(folder).suffix == GGUF and (file.parent / ADAPTER).is_file():
+            say(options.run, f"{name} is scored without the {ADAPTER} beside it; for both, name {file.parent}")
         if tokenizer_sha256(load_tokenizer(opened[name].model.tokenizer_folder)) != expected:
             other = f"{name} has another tokenizer than the teacher"
             raise ConfigError(f"students: {other}, so KL between them means nothing")

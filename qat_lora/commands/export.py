@@ -21,7 +21,7 @@ from qat_lora.evaluate.report import save_json
 from qat_lora.evaluate.score import measure
 from qat_lora.export.card import Card, cache_of_run, labelled, model_card, read_origin, read_scores
 from qat_lora.export.embedding import head_importance
-from qat_lora.export.forms import FORMS, ExportJob, ExportPlan, display_name
+from qat_lora.export.forms import FORMS, ExportJob, ExportPlan, display_name, usage
 from qat_lora.export.integers import Container, with_integers
 from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256, seal
@@ -87,7 +87,7 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
             result |= _sizes(draft, weights)
             card = Card(
                 name, options.form, origin, base_sha256, student.bits_per_weight, result, _command(options, name),
-                plan.usage, plan.notes, scores, options.license,
+                usage(options.form, adapter is not None), plan.notes, scores, options.license,
             )  # fmt: skip
             (draft / "README.md").write_text(model_card(card), encoding="utf-8")
             kept = {"form": options.form, "bits_per_weight": student.bits_per_weight, **result}

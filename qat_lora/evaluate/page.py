@@ -12,24 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora.evaluate.plots import colours_of
-from qat_lora.evaluate.report import LEGEND, notes, tables, worst_tokens
+from qat_lora.evaluate.report import notes, tables, wording, worst_tokens
 from qat_lora.files.pictures import FAINT, INK
 
 WIDTH, HEIGHT, LEFT, FLOOR = 360, 240, 44, 205  # of the picture; where its axes are
-STYLE = f"""<style>body{{font:16px/1.5 system-ui,sans-serif;color:{INK};max-width:62rem;margin:auto;padding:0 .8rem}}
-.wide{{overflow-x:auto}} .wide img{{width:100%;min-width:40rem}} svg{{width:100%;max-width:36rem}}
-table{{border-collapse:collapse;font-size:.85rem}} td,th{{padding:.25rem .6rem;text-align:right;white-space:nowrap}}
-tr{{border-bottom:1px solid #e4e7eb}} td:first-child,th:first-child,.text td,.text th{{text-align:left}}
-.text td{{white-space:pre-wrap;overflow-wrap:anywhere;font:.75rem monospace;padding:.25rem .3rem}}
-.text td:nth-child(2){{width:40%}}
-.side{{display:grid;grid-template-columns:repeat(auto-fit,minmax(15rem,1fr));gap:0 1rem}} h3{{margin-bottom:0}}
-pre{{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.8rem;background:#f5f7fa;padding:.6rem}}</style>"""
 
 
 def html_report(report: Mapping[str, Any], title: str, picture: Path) -> str:
     """Return a report (`report.SCHEMA`), with `samples` by model if it has them, and a PNG if there is one, as HTML."""
     parts = ["<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"]
-    parts += [_tag("title", [title]), STYLE, _tag("h1", [title]), _sizes(report["models"])]
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    parts += [_tag("title", [title]), f"<style>{style}</style>", _tag("h1", [title]), _sizes(report["models"])]
     parts += [_tag("h2", [name]) + _table(rows, "wide") for name, rows in tables(report).items()]
     if samples := report.get("samples"):
         columns = (f"<div>{_tag('h3', [name])}{_tag('pre', texts)}</div>" for name, texts in samples.items())
@@ -38,7 +31,7 @@ def html_report(report: Mapping[str, Any], title: str, picture: Path) -> str:
     if picture.is_file():
         data = base64.b64encode(picture.read_bytes()).decode("ascii")
         parts.append(f"<h2>Pictures</h2><div class=wide><img alt='' src='data:image/png;base64,{data}'></div>")
-    return "\n".join([*parts, _tag("p", [*notes(report), LEGEND])]) + "\n"
+    return "\n".join([*parts, _tag("p", [*notes(report), wording()["legend"]])]) + "\n"
 
 
 def _tag(name: str, texts: Sequence[str]) -> str:

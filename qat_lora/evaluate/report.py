@@ -4,9 +4,12 @@ What a reader must know to trust a number (protocol, tokens, overlap with the tr
 not in a footnote, since numbers travel and footnotes do not.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from qat_lora.cache.tools import overlap
 from qat_lora.files.finite import json_text
@@ -21,40 +24,19 @@ for, `generation`, `overlap`, `tasks`. `damage` by student: percentiles of `kl` 
 `changed_top1`; `documents` (count, percentiles of their mean KL, the ten worst); the ten `worst_tokens` (text before
 it, token, both models' top-1 tokens). Keys may be added; a change of meaning changes the number."""
 
-Columns = Sequence[tuple[str, str, str]]  # figure, heading and format of each column
-PERPLEXITY, KL, TOP1 = ("ppl", "perplexity", ",.2f"), ("kl", "KL to teacher", ".4f"), ("top1", "same top-1", ".1%")
-BITS = ("bits_per_weight", "bits/weight", ".2f")
-SIZE, ALL_BITS = ("size_mb", "MB", ",.1f"), ("bits_over_all_weights", "bits, whole file", ".2f")
-COLUMNS: Columns = (PERPLEXITY, ("nll", "nll", ".4f"), KL, TOP1, BITS, SIZE, ALL_BITS)
-PPL_LIMITS, KL_LIMITS = ("ppl limits", "95 %", ",.2f"), ("kl limits", "95 %", ".4f")
-ACCURACY, ECE = ("accuracy", "right", ".1%"), ("ece", "ECE", ".1%")
-SCORES: Columns = (PERPLEXITY, PPL_LIMITS, KL, KL_LIMITS, TOP1, ACCURACY, ECE, BITS, SIZE, ALL_BITS)
-DOMAINS: Columns = (PERPLEXITY, KL, TOP1, ("tokens", "tokens", ","))
-PROTOCOLS = {
-    "packed": "documents packed into rows of {length} tokens, attention within documents",
-    "sliding": "windows of {length} tokens moved on by {stride}, every token scored once",
-    "blocks2048": "blocks of 2,048 tokens across documents, as in the quantisation papers",
-}
 FEW_ROWS = 20  # below this, a bootstrap has too little to draw from
-DAMAGE: Columns = (
-    *((name, name + " %" * (name[0] == "9"), ".4f") for name in ("median", "90", "99", "99.9", "largest")),
-    *(("changed_top1", "changed top-1", ".2%"), ("mean", "mean Δp", "+.3%"), ("rms", "RMS Δp", ".3%")),
-)
-DISTINCT = ("distinct_1", "distinct tokens", ".1%"), ("distinct_2", "distinct pairs", ".1%")
-ENDS = ("termination", "ended", ".1%"), ("tokens", "mean tokens", ".0f")
-GENERATION: Columns = (("repetition", "repeated 4-grams", ".1%"), *DISTINCT, *ENDS)
-LEGEND = (
-    "KL to teacher: mean KL(teacher, model) over the full vocabulary, nats a token; 0 is the teacher itself. "
-    "Same top-1: positions where both have the same likeliest token. "
-    "Right: positions where that token is the text's. "
-    "ECE: how far the likeliest token's probability is from how often it is right. "
-    "Δp: the student's probability of the text's token less the teacher's. "
-    "Bits a weight: of the quantised layers, adapter included; MB and bits of the whole file: embedding and norms, too."
-)
 
 
-def table_rows(scores: Mapping[str, Mapping[str, Any]], columns: Columns = COLUMNS) -> list[list[str]]:
+@functools.cache
+def wording() -> dict[str, Any]:
+    """Return what `report.yaml` holds: the columns of each table, the protocols in words, the legend."""
+    words: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("report.yaml").read_text(encoding="utf-8"))
+    return words
+
+
+def table_rows(scores: Mapping[str, Mapping[str, Any]], table: str = "models") -> list[list[str]]:
     """Return header and rows of text cells, one row a model; a missing figure is `-`, a list of limits a range."""
+    columns = wording()[table]
 
     def cell(value: Any, form: str) -> str:
         if isinstance(value, list):
@@ -87,14 +69,14 @@ def save_json(data: Any, path: Path) -> None:
     write_text(path, json_text(data, path, indent=2) + "\n")
 
 
-def score_rows(models: Mapping[str, Mapping[str, Any]], columns: Columns = SCORES) -> list[list[str]]:
+def score_rows(models: Mapping[str, Mapping[str, Any]], table: str = "scores") -> list[list[str]]:
     """Return header and rows of text cells, one row a model; the teacher is not compared with itself."""
     flat = {}
     for name, of in models.items():
         flat[name] = {**of, **{f"{figure} limits": limits for figure, limits in of["interval"].items()}}
         if name == "teacher":
             flat[name] |= dict.fromkeys(("kl", "kl limits", "top1"))
-    return table_rows(flat, columns)
+    return table_rows(flat, table)
 
 
 def pair_rows(pairs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -110,7 +92,7 @@ def pair_rows(pairs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def domain_rows(domains: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """Return header and rows of text cells: a row for each text and model."""
-    tables = {text: score_rows(models, DOMAINS) for text, models in domains.items()}
+    tables = {text: score_rows(models, "domains") for text, models in domains.items()}
     header = next(iter(tables.values()))[0]
     return [["text", *header], *([text, *row] for text, rows in tables.items() for row in rows[1:])]
 
@@ -122,7 +104,7 @@ def damage_rows(damage: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
         rows[name] = of["delta_p"] | of["kl"] | {"changed_top1": of["changed_top1"]}
         if of["documents"]["kl"]:
             rows[f"{name}: means of {of['documents']['count']:,} documents"] = of["documents"]["kl"]
-    return table_rows(rows, DAMAGE)
+    return table_rows(rows, "damage")
 
 
 def worst_tokens(report: Mapping[str, Any]) -> dict[str, list[list[str]]]:
@@ -152,9 +134,10 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     """Return the lines that a reader must know before the tables."""
     setup = report["setup"]
     texts = ", ".join(f"{name} ({of['rows']:,} rows, {of['tokens']:,} tokens)" for name, of in report["texts"].items())
+    protocol = wording()["protocols"][setup["protocol"]].format(**setup)
     lines = [
         f"Text: {texts}.",
-        f"Protocol: {setup['protocol']} ({PROTOCOLS[setup['protocol']].format(**setup)}). {setup['dtype']} on "
+        f"Protocol: {setup['protocol']} ({protocol}). {setup['dtype']} on "
         f"{setup['device']}. Intervals: 95 %, {setup['resamples']:,} bootstrap draws of rows, the same for all models.",
     ]
     rows = sum(of["rows"] for of in report["texts"].values())
@@ -175,7 +158,7 @@ def tables(report: Mapping[str, Any]) -> dict[str, list[list[str]]]:
     if len(report["domains"]) > 1:
         found["By text"] = domain_rows(report["domains"])
     if report["generation"]:
-        found["Greedy generation"] = table_rows(report["generation"], GENERATION)
+        found["Greedy generation"] = table_rows(report["generation"], "generation")
     if report["tasks"]:
         found["Tasks (lm-eval harness)"] = task_rows(report["tasks"])
     return found
@@ -194,4 +177,4 @@ def markdown_report(report: Mapping[str, Any], picture: str | None) -> str:
         parts.append(f"![scores with intervals, calibration and texts]({picture})")
     parts += [f"## {title}\n\n{markdown_table(rows)}" for title, rows in tables(report).items()]
     parts += [f"## {title}\n\n```text\n{text_table(rows)}\n```" for title, rows in worst_tokens(report).items()]
-    return "\n\n".join([*parts, LEGEND]) + "\n"
+    return "\n\n".join([*parts, wording()["legend"]]) + "\n"

@@ -149,15 +149,16 @@ def model_card(card: Card) -> str:
         "fingerprint of the base": f"`{card.base_sha256}`",
         "licence": card.license or "not given: those of model, teacher and data apply",
     }
-    lines = ["---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", f"# {card.name}", ""]
-    lines += ["A language model quantised and recovered with qat-lora.", "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in rows.items()]
-    table = markdown_table(table_rows(card.scores)) if card.scores else "None were given with this export."
-    lines += ["", "## Use", "", "In this folder:", "", "```python", card.usage, "```", "", "## Scores", "", table, ""]
-    if card.notes:
-        lines += ["## What was and was not checked", "", *(f"* {note}" for note in card.notes), ""]
-    lines += ["## Made by", "", "```", card.command, "```", ""]
-    return "\n".join(lines)
+    notes = "".join(f"* {note}\n" for note in card.notes)
+    return (Path(__file__).with_name("card.md").read_text(encoding="utf-8")).format(
+        front=yaml.safe_dump(front, sort_keys=False).strip(),
+        name=card.name,
+        facts="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
+        usage=card.usage,
+        scores=markdown_table(table_rows(card.scores)) if card.scores else "None were given with this export.",
+        checked=f"## What was and was not checked\n\n{notes}\n" if notes else "",
+        command=card.command,
+    )
 
 
 def check_model_card(card: Path) -> None:

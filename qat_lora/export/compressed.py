@@ -20,18 +20,12 @@ from torch import Tensor
 from qat_lora.errors import ModelError
 from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.export.integers import REFIT_BITS, Integers, as_integers, needed_bits, packable, save_packed
-from qat_lora.export.merged import LOAD, LOAD_TOKENIZER
 from qat_lora.export.pair import with_adapter
 from qat_lora.extras import require
 from qat_lora.layers.convert import LM_HEAD, linear_layers, lora_layers, quant_layers
 from qat_lora.layers.experts import has_split_experts, siblings_of
 
 PORTABLE = (2, 4, 8)  # widths that every version of compressed-tensors packs alike
-LOAD_PAIR = f"""\
-from peft import PeftModel
-{LOAD_TOKENIZER}base = AutoModelForCausalLM.from_pretrained(".")
-base(tokenizer("any", return_tensors="pt").input_ids)  # the first forward unpacks the weights, which PEFT asks for
-model = PeftModel.from_pretrained(base, "adapter")"""
 
 
 def plan(job: ExportJob) -> ExportPlan:
@@ -44,8 +38,7 @@ def plan(job: ExportJob) -> ExportPlan:
         raise ModelError("form: PEFT and vLLM do not know adapters of these experts by our names; give merged or gguf")
     found = to_integers(module, job.container_bits)
     write = with_adapter(job, lambda out: save_compressed(module, found, out, job.dtype))
-    usage = LOAD if job.adapter is None else LOAD_PAIR
-    return ExportPlan(write, usage, found, tuple(container_notes(module, found)))
+    return ExportPlan(write, found, tuple(container_notes(module, found)))
 
 
 def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:

@@ -1,6 +1,7 @@
 """The forms that a student can be exported in: what the module of each is given, and what it returns.
 
-A form is added with a module that has a `plan`, an entry in `FORMS`, and its name in the `--form` option.
+A form is added with a module that has a `plan`, an entry in `FORMS`, its name in the `--form` option, and the Python
+that loads it in `usage/`, once more where an adapter is beside it.
 The table names modules as text, since two of them need a package of the extra `export`.
 """
 
@@ -38,12 +39,17 @@ class ExportPlan:
     """What an export will write, once everything that could be refused has been checked."""
 
     write: Callable[[Path], None]  # fills an empty folder; the command adds tokenizer, model card and checksums
-    usage: str  # the Python that loads it, run in its folder alone (tests and `benchmarks/consumers.py` do)
     # Quantised layers as the container holds them, None for one that is written dense.
     containers: Mapping[str, Container | None] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # for the model card and the terminal
     # Embedding and LM head as the container holds them, where the export quantised them.
     tables: Mapping[str, Container] = field(default_factory=dict)
+
+
+def usage(form: str, adapter: bool) -> str:
+    """Return the Python that loads an export, run in its folder alone, as tests and `benchmarks/consumers.py` do."""
+    file = Path(__file__).with_name("usage") / f"{form}+adapter.txt"
+    return (file if adapter and file.is_file() else file.with_name(f"{form}.txt")).read_text(encoding="utf-8").strip()
 
 
 def display_name(path: str) -> str:
@@ -55,7 +61,7 @@ def display_name(path: str) -> str:
 class Form(NamedTuple):
     """An entry of the table."""
 
-    module: str  # has `plan(job) -> ExportPlan`
+    module: str  # has `plan(job) -> ExportPlan`, or a function of another name after a colon
     library: str  # `library_name` on the model card
     needs: str = ""  # package of the extra `export`
     dtype: str = ""  # of the dense tensors where the user names none; empty: the full-precision model's
@@ -64,7 +70,8 @@ class Form(NamedTuple):
         """Check everything that may be refused, by a QatLoraError, and return what will be written."""
         if self.needs:
             require(self.needs, "export")
-        return importlib.import_module(f"qat_lora.export.{self.module}").plan(job)
+        module, _, function = self.module.partition(":")
+        return getattr(importlib.import_module(f"qat_lora.export.{module}"), function or "plan")(job)
 
 
 FORMS = {
@@ -72,7 +79,7 @@ FORMS = {
     "adapter": Form("pair", "peft"),
     "compressed-tensors": Form("compressed", "transformers", "compressed_tensors"),
     "gguf": Form("gguf", "gguf", "gguf"),
-    "gguf-merged": Form("gguf_merged", "gguf", "gguf", "float16"),
+    "gguf-merged": Form("gguf:plan_merged", "gguf", "gguf", "float16"),
     "gptq": Form("gptq", "transformers", dtype="float16"),
     "mlx": Form("mlx", "mlx", dtype="float16"),
     "pt": Form("state_dict", "pytorch"),

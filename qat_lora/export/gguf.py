@@ -8,6 +8,10 @@ choose new steps and undo part of the recovery.
 
 (llama.cpp rounds *activations* to 8 bits in its products with quantised weights on a CPU; that is its arithmetic, and
 the weights in the file are ours bit for bit.)
+
+`gguf-merged` is base and adapter as one file: their sum in one dense type, for engines that take no adapter, and for
+Ollama, whose `Modelfile` stands beside it (making a model of base and adapter works in some of its versions only). The
+sum is not quantised again here, which would undo the recovery.
 """
 
 from collections import Counter
@@ -31,7 +35,7 @@ from qat_lora.export.integers import other_tensors
 from qat_lora.extras import require
 from qat_lora.files.checksums import read_object
 from qat_lora.files.gguf_header import ADAPTER, BASE
-from qat_lora.layers.convert import LM_HEAD, lora_layers, quant_layers, tied_embedding
+from qat_lora.layers.convert import LM_HEAD, lora_layers, merge, quant_layers, tied_embedding
 from qat_lora.layers.experts import siblings_of
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.from_gguf import ggml_type
@@ -66,15 +70,20 @@ def plan(job: ExportJob) -> ExportPlan:
     ]
     if dense := [layer for layer, blocks in found.items() if blocks is None]:
         notes.append(f"{len(dense)} quantised layers are stored dense, since no block holds them")
-    return ExportPlan(write, _usage(job.adapter is not None), found, tuple(notes), tables)
+    return ExportPlan(write, found, tuple(notes), tables)
 
 
-def _usage(adapter: bool) -> str:
-    option, argument = (f" --lora {ADAPTER}", f', lora_path="{ADAPTER}"') if adapter else ("", "")
-    return f"""\
-from llama_cpp import Llama  # in a shell: llama-cli -m {BASE}{option}
+def plan_merged(job: ExportJob) -> ExportPlan:
+    """Return what writes a student as one dense GGUF file of `job.dtype`, merged in place; raises as `check_model`."""
+    check_model(job)
+    model = job.student.model
 
-model = Llama("{BASE}"{argument})"""
+    def write(out: Path) -> None:
+        merge(model.module)
+        save_base(model, {}, job.tokenizer, out / BASE, job.dtype, display_name(job.name))
+        (out / "Modelfile").write_text(f"FROM ./{BASE}\n", encoding="utf-8")
+
+    return ExportPlan(write, notes=tuple(gguf_model.notes(model)))
 
 
 def check_model(job: ExportJob) -> None:

@@ -12,9 +12,11 @@ sum.
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 from torch import Tensor
 
 from qat_lora.errors import ModelError
@@ -142,17 +144,10 @@ def write_settings(writer: Any, model: CausalLM, rows: int) -> None:
         stretch /= 0.1 * math.log(max(1.0, rope["factor"])) + 1
     windows = found.gemma and [layer == "sliding_attention" for layer in config.layer_types]
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    settings = {
+    plain = yaml.safe_load(Path(__file__).with_name("gguf_settings.yaml").read_text(encoding="utf-8"))
+    settings = {name: getattr(config, ours, None) for name, ours in plain.items()} | {
         "expert_count": experts,
         "expert_used_count": config.num_experts_per_tok if experts else None,
-        "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "head_count": config.num_attention_heads,
-        "head_count_kv": config.num_key_value_heads,
-        "layer_norm_rms_eps": config.rms_norm_eps,
         "rope_freq_base": float(rope.get("rope_theta", 10000.0)),
         "rope_dimension_count": int(rope.get("partial_rotary_factor", 1.0) * width),
         "key_length": width,
@@ -167,12 +162,6 @@ def write_settings(writer: Any, model: CausalLM, rows: int) -> None:
         "rope_freq_base_swa": _rope(config, "sliding_attention")["rope_theta"] if found.name == "gemma3" else None,
         "sliding_window": config.sliding_window if found.gemma else None,
         "sliding_window_pattern": windows or None,
-        "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
-        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
-        "attention_scale": getattr(config, "attention_multiplier", None),
-        "embedding_scale": getattr(config, "embedding_multiplier", None),
-        "residual_scale": getattr(config, "residual_multiplier", None),
-        "logit_scale": getattr(config, "logits_scaling", None),
     }
     for name, value in settings.items():
         if value is not None:

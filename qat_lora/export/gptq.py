@@ -24,7 +24,6 @@ from qat_lora.layers.convert import LM_HEAD, linear_layers, quant_layers
 
 WIDTHS = (2, 3, 4, 8)
 WORD = 32
-PEFT_MODEL = '\nmodel = PeftModel.from_pretrained(model, "adapter")'
 
 
 def plan(job: ExportJob) -> ExportPlan:
@@ -41,18 +40,7 @@ def plan(job: ExportJob) -> ExportPlan:
         notes.append("transformers' AutoModelForCausalLM reads it too, with gptqmodel and optimum installed")
     if quant_layers(module).keys() - found.keys():
         notes.append("the quantised output head is written dense: GPTQ packs linear layers inside the model")
-    return ExportPlan(write, _usage(job.adapter is not None), found, tuple(notes))
-
-
-def _usage(adapter: bool) -> str:
-    imports, last = ("from peft import PeftModel\n", PEFT_MODEL) if adapter else ("", "")
-    return f"""\
-import torch
-from gptqmodel import GPTQModel
-{imports}from transformers import AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained(".")
-model = GPTQModel.load(".", dtype=torch.float16).model{last}"""
+    return ExportPlan(write, found, tuple(notes))
 
 
 def to_gptq(module: Any) -> dict[str, Integers]:

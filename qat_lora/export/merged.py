@@ -13,13 +13,6 @@ from qat_lora.layers.experts import has_split_experts, join_experts
 from qat_lora.models.copies import GENERATION, copy_files
 from qat_lora.models.load import DTYPES, cast, save_model
 
-LOAD_TOKENIZER = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained(".")
-"""
-LOAD = LOAD_TOKENIZER + 'model = AutoModelForCausalLM.from_pretrained(".")'
-
 
 def plan(job: ExportJob) -> ExportPlan:
     """Return what writes a student as dense weights, merged in place; ModelError: nothing to merge.
@@ -42,4 +35,4 @@ def plan(job: ExportJob) -> ExportPlan:
         save_model(model.module, out)
         copy_files(model.folder, out, GENERATION)
 
-    return ExportPlan(write, LOAD)
+    return ExportPlan(write)

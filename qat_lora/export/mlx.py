@@ -65,15 +65,7 @@ def plan(job: ExportJob) -> ExportPlan:
     if dense := [name for name, integers in found.items() if integers is None]:
         why = f"{containers.REFIT_GROUP} does not divide their inputs"
         notes.append(f"{len(dense)} quantised layers are stored dense: {why}")
-    return ExportPlan(write, _usage(job.adapter is not None), found, tuple(notes), tables)
-
-
-def _usage(adapter: bool) -> str:
-    argument = f', adapter_path="{ADAPTERS}"' if adapter else ""
-    return f"""\
-from mlx_lm import load
-
-model, tokenizer = load("."{argument})"""
+    return ExportPlan(write, found, tuple(notes), tables)
 
 
 def to_mlx(module: Any) -> dict[str, Integers | None]:

@@ -13,7 +13,6 @@ from typing import Any
 from qat_lora.errors import ModelError
 from qat_lora.evaluate.report import save_json
 from qat_lora.export.forms import ExportJob, ExportPlan, display_name
-from qat_lora.export.merged import LOAD_TOKENIZER
 from qat_lora.files.checksums import NOTE, TOKENIZER, check_folder, checkpoint_sha256, read_object, seal
 from qat_lora.layers.convert import lora_layers
 from qat_lora.layers.experts import siblings_of
@@ -25,11 +24,6 @@ DROPPED = (
     "PEFT 0.21 takes the experts for fused ones and leaves their factors out, with a warning; qat-lora loads them, so "
     "does PEFT on a compressed-tensors export, and merged and GGUF exports hold them"
 )
-USAGE = f"""\
-import qat_lora  # lets transformers read the base
-from peft import PeftModel
-{LOAD_TOKENIZER}base = AutoModelForCausalLM.from_pretrained("base")
-model = PeftModel.from_pretrained(base, ".")"""
 
 
 def plan(job: ExportJob) -> ExportPlan:
@@ -39,7 +33,7 @@ def plan(job: ExportJob) -> ExportPlan:
         raise ModelError(f"student: {job.name} has no adapter; give the folder of a `qat-lora recover` run")
     module = job.student.model.module
     drops = module.config.model_type != "mixtral" and any(map(siblings_of, lora_layers(module)))
-    return ExportPlan(lambda out: save_pair(adapter, base, out), USAGE, notes=(DROPPED,) if drops else ())
+    return ExportPlan(lambda out: save_pair(adapter, base, out), notes=(DROPPED,) if drops else ())
 
 
 def save_pair(adapter: Path, base: Path, out: Path) -> None:

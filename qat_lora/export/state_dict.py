@@ -1,8 +1,8 @@
 """The student as one file that `torch.load` reads: `best.pt`, which the guide's users carry between their scripts.
 
 It holds the module's state dict and nothing else: codes, scales, adapter and dense weights under their names, plain
-tensors, so that `weights_only=True` reads it and no code runs. Such a file has no config and no fingerprint, and it is
-pickled: our own commands load the other forms, and `push` refuses this one. `Runtime.save` writes safetensors, which
+tensors, so that `weights_only=True` reads it and no code runs. It is pickled, so `push` refuses it; our commands read
+it with `config.json` and the checksums beside it, tensors alone. `Runtime.save` writes safetensors, which
 is why `torch.save` is called here; the folder that it writes into is moved into place as a whole.
 """
 
@@ -11,14 +11,11 @@ from pathlib import Path
 import torch
 
 from qat_lora.export.forms import ExportJob, ExportPlan
+from qat_lora.files.checksums import STATE
 from qat_lora.files.finite import check_finite
+from qat_lora.layers.convert import lora_layers
+from qat_lora.models.engine_adapter import SCALE
 from qat_lora.models.load import DTYPES, cast
-
-FILE = "best.pt"
-USAGE = f"""\
-import torch
-
-state = torch.load("{FILE}", weights_only=True)  # load_state_dict of the student that it was exported from takes it"""
 
 
 def plan(job: ExportJob) -> ExportPlan:
@@ -29,6 +26,9 @@ def plan(job: ExportJob) -> ExportPlan:
         cast(module, DTYPES[job.dtype])
         state = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
         check_finite(state, f"model for {out}")
-        torch.save(state, out / FILE)
+        torch.save(state, out / STATE)
+        for layer in lora_layers(module).values():  # all have one
+            setattr(module.config, SCALE, layer.scaling)
+        module.config.save_pretrained(out)
 
-    return ExportPlan(write, USAGE)
+    return ExportPlan(write)

@@ -26,6 +26,7 @@ from typing import Any
 from qat_lora.errors import DamagedFileError, ModelError, one_line
 
 SUMS, NOTE = "SHA256SUMS", "qat_lora.json"
+STATE = "best.pt"  # an export's state dict: weights of a folder that has no other
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.jinja", "added_tokens.json")
 WEIGHTS = ("*.safetensors", "*.index.json", "*.gguf")
 LOADED = ("config.json", "generation_config.json", "adapter_config.json", NOTE, *TOKENIZER, *WEIGHTS)
@@ -84,7 +85,7 @@ def seal(folder: Path) -> None:
     note = folder / NOTE
     held = read_object(note) if note.is_file() else {}
     note.write_text(json.dumps({**held, "checksums": SUMS}, indent=2) + "\n", encoding="utf-8")
-    write_sums(folder, _matching((path.name for path in folder.iterdir() if path.is_file()), LOADED))
+    write_sums(folder, _matching((path.name for path in folder.iterdir() if path.is_file()), (*LOADED, STATE)))
 
 
 def check_folder(folder: Path, patterns: Iterable[str] = LOADED) -> None:
@@ -168,11 +169,19 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return a folder's weight files; ModelError if there are none."""
+    """Return a folder's weight files, the state dict of an export if it has no other; ModelError if there are none."""
     files = sorted(folder.glob("*.safetensors"))
+    if not files and is_state(folder / STATE):
+        return [folder / STATE]
     if not files:
         raise ModelError(f"model: {folder} holds no .safetensors weights (pickled weights are not read)")
     return files
+
+
+def is_state(file: Path) -> bool:
+    """Decide whether a pickled file is the state dict of an export of ours, which has its config beside it."""
+    beside = all((file.parent / name).is_file() for name in (STATE, NOTE, "config.json"))
+    return file.name == STATE and beside and not any(file.parent.glob("*.safetensors"))
 
 
 def _canonical(settings: dict[str, Any]) -> dict[str, Any]:

@@ -46,9 +46,12 @@ class ComputedWeight(Tensor):
 
 
 class Packed(nn.Module):
-    """The stored codes, unpacked anew in every forward: the state of a loaded layer, with the least memory."""
+    """The stored codes, unpacked anew in every forward: the state of a loaded layer, with the least memory.
 
-    kept: Tensor
+    Or code values that are kept, where gradients reach scales (`train_scales`) or the ends of ranges (`train_range`).
+    """
+
+    kept: Any
 
     def __init__(self, kept: Tensor | None = None) -> None:
         """Take what is kept in memory, [O, I]: a buffer outside the state dict moves with the layer, unsaved."""
@@ -57,7 +60,7 @@ class Packed(nn.Module):
 
     def effective(self, layer: QuantLinear) -> Tensor:
         """Return the weight Q * S, [O, I], differentiable in what this source lets train."""
-        return layer.times_scale(layer.code_values())
+        return layer.times_scale(layer.code_values() if self.kept is None else self.kept)
 
     def packed_codes(self, layer: QuantLinear) -> Tensor:
         """Return the packed codes of this weight."""
@@ -82,14 +85,6 @@ class Part(Dense):
     def effective(self, layer: QuantLinear) -> Tensor:
         """Return this layer's rows."""
         return self.whole.kept[self.rows]
-
-
-class Unpacked(Packed):
-    """Code values, so that gradients reach scales (`train_scales`) or the ends of ranges (`train_range`)."""
-
-    def effective(self, layer: QuantLinear) -> Tensor:
-        """Return the values times the scales of now."""
-        return layer.times_scale(self.kept)
 
 
 class Indexed(Packed):
@@ -278,7 +273,7 @@ class QuantLinear(nn.Linear):
 
     def _unpack(self) -> None:
         if not isinstance(self.source, Rounded | Indexed):  # there codes or table train as well
-            self.source = Unpacked(self.code_values().detach())
+            self.source = Packed(self.code_values().detach())
 
     def train_table(self) -> None:
         """Let the look-up table train (in float32); ModelError: the layer has none."""

@@ -73,11 +73,8 @@ def keep_documents_apart(model: nn.Module, kind: str) -> None:
     if _MARK not in names:
         names |= {name: _apart(names[name], name == _CONVOLUTION) for name in SUPPORTED[kind]} | {_MARK: True}
         if _FUSED in names:
-            names[_FUSED] = _none_apart(names[_FUSED])
-
-
-def _none_apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, documents=None, **kwargs: function(*args, **kwargs) if documents is None else None
+            whole = names[_FUSED]
+            names[_FUSED] = lambda *args, documents=None, **kw: whole(*args, **kw) if documents is None else None
 
 
 def _apart(function: Callable[..., Any], time_is_last: bool) -> Callable[..., Any]:

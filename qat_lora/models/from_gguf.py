@@ -175,11 +175,11 @@ def dense_state(header: GGUFHeader, names: Iterable[str], config: dict[str, Any]
     if lacking or beyond:
         what = f"lacks {', '.join(lacking[:4])}" if lacking else f"holds {', '.join(beyond[:4])}"
         raise ModelError(f"{header.file}: {what}, unlike the {header.architecture} that its settings describe")
-    return {name: _as_trained(dequantize(header, of), of, config) for name, of in wanted.items()}
+    return {name: as_trained(dequantize(header, of), of, config) for name, of in wanted.items()}
 
 
-def _as_trained(tensor: Tensor, name: str, config: dict[str, Any]) -> Tensor:
-    """Undo what llama.cpp's conversion did to a tensor."""
+def as_trained(tensor: Tensor, name: str, config: dict[str, Any]) -> Tensor:
+    """Undo what llama.cpp's conversion did to a tensor of this name; `config` as from `config_of`."""
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(name.split(".")[-2])
     if config["model_type"] in _PAIRED and heads:
         pairs = tensor.unflatten(0, (config[heads], -1, 2))

@@ -20,25 +20,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as hf_logging
 
 from qat_lora.errors import ModelError, QatLoraError, one_line
-from qat_lora.files.checksums import SUMS, TOKENIZER, check_folder, read_object, seal, weight_files
+from qat_lora.files.checksums import (
+    LOADED,
+    SUMS,
+    TOKENIZER,
+    check_folder,
+    is_state,
+    read_object,
+    seal,
+    weight_files,
+)
 from qat_lora.files.finite import check_finite
 from qat_lora.files.gguf_header import BASE, GGUF, read_header
 from qat_lora.layers.attention import AttentionKernel, Keep, blocked_attention, tiled_or
@@ -79,7 +79,7 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
             raise ModelError(f"model: there is no file {path}")
         return path
     is_file_name = path.suffix in FILE_SUFFIXES
-    if is_file_name and path.is_file() and path.suffix != ".safetensors":
+    if is_file_name and path.is_file() and path.suffix != ".safetensors" and not is_state(path):
         raise ModelError(f"model: {name} is a pickled file; give the Hugging Face folder beside it instead")
     if is_file_name:
         path = path.parent if path.is_file() else path.with_suffix("")
@@ -87,7 +87,7 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
         if not (path / "config.json").is_file() and (path / "best" / "config.json").is_file():
             path = path / "best"
         if (path / BASE).is_file():
-            raise ModelError(f"model: {path} is a GGUF export, for `chat` and `generate`; give the run it was made of")
+            raise ModelError(f"model: {path} is a GGUF export, for `eval` and `chat`; give the run it was made of")
         if not (path / "config.json").is_file():
             raise ModelError(f"model: {path} has no config.json, so it is no Hugging Face model folder")
         return path
@@ -106,7 +106,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """Load a folder's tokenizer; ModelError: none, or one that has no fingerprint; DamagedFileError: other files."""
     check_folder(folder, TOKENIZER)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         found = f"{folder} has none that loads ({one_line(error, 200)})"
         raise ModelError(f"tokenizer: {found}; copy the model's tokenizer.json") from None
@@ -221,8 +221,8 @@ class CausalLM:
 
     def _attend(self, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         if self.config._attn_implementation in ("sdpa", LIBRARY):
-            AttentionInterface.register(name, around(ALL_ATTENTION_FUNCTIONS["sdpa"]))
-            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+            transformers.AttentionInterface.register(name, around(ALL_ATTENTION_FUNCTIONS["sdpa"]))
+            transformers.AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
             self.module.set_attn_implementation(name)
 
     def norms(self) -> dict[str, nn.Parameter]:
@@ -311,7 +311,7 @@ def load_model(
         with _quiet():
             config, state = _foreign(folder, hub, dequantize)
             attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
-            kind = AutoModelForCausalLM if state is None else type(_on_meta(config))
+            kind = transformers.AutoModelForCausalLM if state is None else type(on_meta(config))
             module, report = kind.from_pretrained(
                 folder if state is None else None,
                 config=config,
@@ -347,13 +347,16 @@ def _foreign(folder: Path, hub: HubConfig, dequantize: bool) -> tuple[Any, dict[
         if not dequantize:
             raise ModelError(f"model: {folder} is quantised; recover it by --checkpoint, or give the unquantised model")
         settings = from_gguf.config_of(header := read_header(folder))
-        config = AutoConfig.for_model(**settings)
-        return config, from_gguf.dense_state(header, _on_meta(config).state_dict(), settings)
-    weight_files(folder)
+        config = transformers.AutoConfig.for_model(**settings)
+        return config, from_gguf.dense_state(header, on_meta(config).state_dict(), settings)
+    files = weight_files(folder)
     plain = read_object(folder / "config.json")
     method = packed.method_of(plain)
-    check_folder(folder)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=hub.trust_remote_code)
+    check_folder(folder, (*LOADED, *(file.name for file in files)))
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=hub.trust_remote_code)
+    if is_state(files[0]):
+        state = {name: tensor for name, tensor in read_state(files[0]).items() if ".lora_" not in name}
+        return config, {name.replace(".base.", "."): tensor for name, tensor in state.items()}
     if config.is_encoder_decoder or method in (None, QUANT_METHOD):
         return config, None
     if not dequantize or method not in packed.READERS:
@@ -363,9 +366,22 @@ def _foreign(folder: Path, hub: HubConfig, dequantize: bool) -> tuple[Any, dict[
     return config, packed.dense_state(folder, plain)
 
 
-def _on_meta(config: Any) -> Any:
+def read_state(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of an export's state dict, no code of its run; ModelError: it holds anything else."""
+    try:
+        state = torch.load(file, weights_only=True, map_location="cpu")
+        if all(isinstance(tensor, Tensor) for tensor in state.values()):
+            return dict(state)
+        reason = "it holds more than tensors"
+    except Exception as error:  # of the archive or of what is pickled in it
+        reason = one_line(error, 120)
+    raise ModelError(f"model: {file} is no state dict that can be read ({reason}); export it again")
+
+
+def on_meta(config: Any) -> Any:
+    """Return the model of a config on the meta device: shapes without memory."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def stored_dtype(folder: Path) -> str:
@@ -421,7 +437,7 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int, out: Path) -> None:
     trained, ends = ByteLevelBPETokenizer(), [END_OF_TEXT]
     trained.train_from_iterator(texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=ends)
     tokenizer = Tokenizer.from_str(trained.to_str())
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=ends[0], eos_token=ends[0])
     wrapped.save_pretrained(out)
 
 
@@ -429,7 +445,7 @@ def make_qwen3(
     folder: Path, vocab_size: int, *, hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, **others: int
 ) -> CausalLM:
     """Make an untrained Qwen3 model with tied embeddings; `folder` is where it will be saved."""
-    config = Qwen3Config(
+    config = transformers.Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -441,4 +457,4 @@ def make_qwen3(
         eos_token_id=0,
         **{"head_dim": hidden // heads, "max_position_embeddings": 1024, **others},
     )
-    return CausalLM(Qwen3ForCausalLM(config), folder)
+    return CausalLM(transformers.Qwen3ForCausalLM(config), folder)

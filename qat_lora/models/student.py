@@ -11,9 +11,10 @@ from pathlib import Path
 
 from qat_lora.errors import ModelError
 from qat_lora.files.checksums import checkpoint_sha256, model_files
-from qat_lora.files.gguf_header import GGUF, read_header
+from qat_lora.files.gguf_header import BASE, GGUF, read_header
 from qat_lora.layers.convert import bits_per_weight, lora_layers, prepare_base, quant_layers, weight_count
 from qat_lora.models.adapter import CONFIG, WEIGHTS, check_tokenizer, load_adapter, read_adapter
+from qat_lora.models.engine_adapter import engine_adapter, load_engine_adapter
 from qat_lora.models.from_gguf import check_tokens
 from qat_lora.models.hub import DEFAULT_HUB, HubConfig, local_tokenizer
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, resolve_model
@@ -30,8 +31,8 @@ class Student:
 
 
 def stored_sizes(model: CausalLM, adapter: Path | None = None) -> dict[str, float]:
-    """Return the MB of a model's files of weights, adapter included, and their bits over all weights of the model."""
-    files = [*model_files(model.folder), *([adapter / WEIGHTS] if adapter else [])]
+    """Return the MB of a model's files of weights, its adapter's included, and their bits over all its weights."""
+    files = {*model_files(model.folder), *([adapter] if adapter else [])}
     stored_bytes = sum(file.stat().st_size for file in files)
     bits = 8 * stored_bytes / weight_count(model.module)
     return {"size_mb": round(stored_bytes / 1e6, 3), "bits_over_all_weights": round(bits, 3)}
@@ -83,21 +84,26 @@ def open_student(
 
     `tokenizer` is the folder of one that a GGUF file may share.
     """
-    adapter = adapter_folder(name)
+    adapter, place = adapter_folder(name), Path(name).expanduser()
     if adapter is not None:
         name, hub = str(base_folder(adapter)), replace(hub, revision=None)
-    elif (Path(name).expanduser() / "adapters" / "adapters.safetensors").is_file():
-        raise ModelError(f"model: {name} holds an adapter that mlx-lm alone applies; give the run it was made of")
+    elif (place / BASE).is_file():
+        name = str(place / BASE)
     model = load_model(name, hub, dtype, dequantize=True)
     model = with_tokenizer(model, (adapter, model.folder.parent, tokenizer))
     if adapter is not None:
         check_tokenizer(adapter, model.tokenizer_folder)
         load_adapter(model.module, adapter, checkpoint_sha256(model.folder))
+    # A folder is opened with its adapter, a GGUF file as what it holds.
+    beside = None if adapter else engine_adapter(model.folder if model.folder.is_dir() else place)
+    if beside:
+        load_engine_adapter(model, beside)
     bits, sha256 = None, checkpoint_sha256(model.folder)
     if quant_layers(model.module):
         key = "with_adapter" if lora_layers(model.module) else "base"
         bits = bits_per_weight(model.module)[key]
         prepare_base(model.module, train_scales=False, dtype=model.module.dtype)
     model.module.requires_grad_(False)
-    sha256 += checkpoint_sha256(adapter) if adapter else ""
-    return Student(model, bits, sha256, stored_sizes(model, adapter))
+    if whole := adapter or beside:
+        sha256 += checkpoint_sha256(whole)
+    return Student(model, bits, sha256, stored_sizes(model, adapter / WEIGHTS if adapter else beside))

@@ -144,10 +144,9 @@ def meta_model(name: str) -> tuple[Any, nn.Module]:
         check_folder(config_file.parent, (config_file.name,))
         read_object(config_file)
     try:
-        config = models.AutoConfig.from_pretrained(name) if read is None else models.AutoConfig.for_model(**read)
-        with torch.device("meta"):
-            module = models.AutoModelForCausalLM.from_config(config)
-        split_experts(module)
+        auto = models.transformers.AutoConfig
+        config = auto.from_pretrained(name) if read is None else auto.for_model(**read)
+        split_experts(module := models.on_meta(config))
         return config, module
     except (OSError, ValueError) as error:
         reason = one_line(error, 200)

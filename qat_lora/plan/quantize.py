@@ -1,5 +1,6 @@
 """`quantize --dry-run`: what a quantised model would weigh, and what making it takes."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -82,17 +83,9 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
             f"{work.columns:,} columns in order; at best "
             + ", ".join(f"{seconds:,.1f} s on {name}" for name, seconds in times.items())
         )
-    text = (
-        f"dry run: shapes alone; nothing is written\n"
-        f"model    {options.model}: {parameters:,} parameters, {quantised:,} of them in {len(layers)} "
-        f"layers that {options.preset} stores\n"
-        f"reach    {reach}\n"
-        f"stored   {bits['base']:.2f} bits a weight in these layers, {bits['model']:.2f} in the model, "
-        f"{report['stored_bytes'] / GIB:.3f} GiB on disk without adapter starts\n"
-        f"memory   {report['weights_bytes'] / GIB:.3f} GiB for the weights, each layer as stored until its turn, "
-        f"and the calibration beside them\n"
-        f"scratch  {report['scratch_bytes'] / GIB:.3f} GiB on disk while it is quantised{solving}{target}"
-    )
+    gib = {name.replace("_bytes", "_gib"): report[name] / GIB for name in report if name.endswith("_bytes")}
+    form = Path(__file__).with_name("quantize.txt").read_text(encoding="utf-8").rstrip()
+    text = form.format(**report, **gib, reach=reach, solving=solving, target=target)
     starts = 4 * options.start_rank * report["inputs_and_outputs"]
     # Twice: finished blocks are kept until the whole is written.
     disk = 2 * (report["stored_bytes"] + starts) + report["scratch_bytes"]

@@ -1,4 +1,4 @@
-"""The one table of presets, and how a user changes one.
+"""The one table of presets, `presets.yaml`, and how a user changes one.
 
 A `Preset` gives each linear layer of a model its spec by the first rule whose pattern is found in the layer's name.
 Peers keep such tables in nine places under names with different meanings; here a name that is not in `PRESETS` is
@@ -14,10 +14,13 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from qat_lora.errors import ConfigError
-from qat_lora.quant.spec import Code, QuantSpec
+from qat_lora.quant.spec import QuantSpec
 
 
 @dataclass(frozen=True)
@@ -72,45 +75,18 @@ MLP = r"\.(mlp|feed_forward|ffn)\."
 ATTENTION = r"\.(self_attn|attention|attn)\."
 
 
-def _group(bits: int, code: Code, group_size: int) -> QuantSpec:
-    return QuantSpec(bits=bits, code=code, sharing="group", group_size=group_size)
+PATTERNS = {"mlp": MLP, "attention": ATTENTION}
 
 
-def _signed(bits: int, group_size: int, step_bits: int | None = None) -> QuantSpec:
-    return dataclasses.replace(_group(bits, "integer", group_size), signed=True, step_bits=step_bits)
+def _presets() -> dict[str, Preset]:
+    table, found = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8")), {}
+    for name, entry in table.items():
+        rules = {PATTERNS[part]: of for part, of in entry.items()} if PATTERNS.keys() & entry else {".": entry}
+        found[name] = Preset(name, tuple((pattern, QuantSpec(**of)) for pattern, of in rules.items()))
+    return found
 
 
-def _minimum(bits: int, group_size: int, step_bits: int) -> QuantSpec:
-    return QuantSpec(bits=bits, code="minimum", sharing="group", group_size=group_size, step_bits=step_bits)
-
-
-def _low_rank(entries: int, rank: int) -> QuantSpec:
-    return QuantSpec(bits=entries.bit_length() - 1, code="lut", sharing="lowrank", group_size=128, rank=rank)
-
-
-_RULES: dict[str, tuple[tuple[str, QuantSpec], ...]] = {
-    "w2g64": ((".", _group(2, "half", 64)),),
-    "w3g128": ((".", _group(3, "integer", 128)),),
-    "w4g128": ((".", _group(4, "integer", 128)),),
-    "w4g64a": ((".", _group(4, "asymmetric", 64)),),
-    "nf4g64": ((".", QuantSpec(bits=4, code="lut", sharing="group", group_size=64, table="normal")),),
-    "apple2": ((".", QuantSpec(bits=2, code="half", sharing="tensor")),),
-    "q4_r32": ((".", _low_rank(16, 32)),),
-    "q4a4": ((".", _low_rank(16, 4)),),
-    "q2a2": ((".", _low_rank(4, 32)),),
-    "q2a4": ((MLP, _low_rank(4, 32)), (ATTENTION, _low_rank(16, 8))),
-}
-_RULES |= {  # what llama.cpp's files hold exactly; GPTQ's and MLX's hold q3g64
-    "q2_0": ((".", _signed(2, 64)),),
-    "q3g64": ((".", _signed(3, 64)),),
-    "q4_0": ((".", _signed(4, 32)),),
-    "q8_0": ((".", _group(8, "integer", 32)),),
-    "q2_k": ((".", _minimum(2, 16, 4)),),
-    "q3_k": ((".", _signed(3, 16, 6)),),
-    "q4_k": ((".", _minimum(4, 32, 6)),),
-    "q6_k": ((".", _signed(6, 16, 8)),),
-}
-PRESETS: Mapping[str, Preset] = {name: Preset(name, rules) for name, rules in _RULES.items()}
+PRESETS: Mapping[str, Preset] = _presets()
 
 
 def preset(name: str, keep: tuple[str, ...] = (), override: tuple[str, ...] = (), lm_head: str | None = None) -> Preset:

@@ -8,15 +8,7 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.layers.convert import (
-    check_reach,
-    linear_layers,
-    lora_layers,
-    prepare_base,
-    quant_layers,
-    scales_by_kind,
-    tied_embedding,
-)
+from qat_lora.layers import convert
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.load import DTYPES, CausalLM
 from qat_lora.options import QatOptions
@@ -32,12 +24,12 @@ def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | 
     """Raise ConfigError for what cannot be trained, ModelError for a full model that the student was not made of."""
     first = student or full
     assert first is not None  # `--from-scratch` requires the full model
-    module, layers = first.module, quant_layers(first.module)
+    module, layers = first.module, convert.quant_layers(first.module)
     specs = {name: layer.spec for name, layer in layers.items()}
     if student is None:
         if layers:
             raise ConfigError(f"model: {options.model} is quantised already; give it as --checkpoint")
-        specs = check_reach(module, chosen_preset(options))
+        specs = convert.check_reach(module, chosen_preset(options))
     elif not layers:
         raise ConfigError(f"checkpoint: {options.checkpoint} has no quantised layers; give --from-scratch --model")
     if full is not None and student is not None:
@@ -55,7 +47,7 @@ def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | 
     if options.run.dtype != "float32" and parts & {"norms", "embeddings", "head"}:
         lose = "norms, embeddings and head lose small updates in bfloat16"
         raise ConfigError(f"train_parts: {lose}; give --dtype float32 --autocast")
-    if "embeddings" in parts and tied_embedding(module) is not None:
+    if "embeddings" in parts and convert.tied_embedding(module) is not None:
         raise ConfigError("train_parts: the embedding is the quantised head in this model; leave out embeddings")
     lm_head = module.get_output_embeddings()
     if "head" in parts and isinstance(lm_head, QuantLinear):
@@ -67,8 +59,8 @@ def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | 
 
 def check_twin(student: CausalLM, full: CausalLM) -> None:
     """Raise ModelError where a model is not the full-precision twin of a quantised student, layer by layer."""
-    dense, quantised = dense_layers(full), quant_layers(full.module)
-    for name, layer in quant_layers(student.module).items():
+    dense, quantised = dense_layers(full), convert.quant_layers(full.module)
+    for name, layer in convert.quant_layers(student.module).items():
         shape = (layer.out_features, layer.in_features)
         if name not in dense or tuple(dense[name].weight.shape) != shape or name in quantised:
             raise ModelError(f"model: {full.folder} has no full-precision {name} of shape {shape}, as --checkpoint")
@@ -79,7 +71,7 @@ def check_twin(student: CausalLM, full: CausalLM) -> None:
 
 def check_scales(model: CausalLM, train_scales: bool) -> None:
     """Raise ConfigError where a student's scales are to train and it has none."""
-    if train_scales and not quant_layers(model.module):
+    if train_scales and not convert.quant_layers(model.module):
         made = "an unquantised student, and codes that other engines' files hold, have none of ours to train"
         raise ConfigError(f"train_scales: the student has no quantised layers ({made}); leave it out")
 
@@ -94,14 +86,14 @@ def recovery_parts(
     part, prefix = model.module.get_submodule(inside), f"{inside}." if inside else ""
     model.module.requires_grad_(False)
     factors: dict[str, nn.Parameter] = {}
-    for name, adapter in lora_layers(part).items():
+    for name, adapter in convert.lora_layers(part).items():
         factors |= {f"{prefix}{name}.lora_A": adapter.lora_A, f"{prefix}{name}.lora_B": adapter.lora_B}
-    scales = {prefix + name: scale for name, scale in prepare_base(part, train_scales, dtype).items()}
+    scales = {prefix + name: scale for name, scale in convert.prepare_base(part, train_scales, dtype).items()}
     norms = model.norms() if train_norms else {}
     for trained in (*factors.values(), *norms.values()):
         trained.requires_grad_(True)
     model.module.train()
-    return {"adapter": factors, **scales_by_kind(model.module, scales), "norms": norms}
+    return {"adapter": factors, **convert.scales_by_kind(model.module, scales), "norms": norms}
 
 
 def trained_parts(model: CausalLM, options: QatOptions, full: CausalLM | None) -> dict[str, dict[str, nn.Parameter]]:
@@ -110,7 +102,7 @@ def trained_parts(model: CausalLM, options: QatOptions, full: CausalLM | None) -
     dense = {} if full is None else dense_layers(full)
     groups: dict[str, dict[str, nn.Parameter]] = {kind: {} for kind in ("adapter", "weights", "scales", "lut")}
     module, frozen_dtype = model.module, torch.bfloat16 if options.loop.autocast else DTYPES[options.run.dtype]
-    for name, layer in quant_layers(module).items():
+    for name, layer in convert.quant_layers(module).items():
         if "weights" in parts or rank:
             weight = dense[name].weight.detach() if dense else None
             latent = layer.train_weight(weight, rank, gradient=options.weight_gradient)
@@ -125,7 +117,7 @@ def trained_parts(model: CausalLM, options: QatOptions, full: CausalLM | None) -
             groups["scales"] |= {f"{name}.{part}": scale for part, scale in layer.named_scales().items()}
         if not any(parameter.requires_grad for parameter in layer.parameters()):
             layer.hold_dense(frozen_dtype)
-    groups |= scales_by_kind(module, groups["scales"])
+    groups |= convert.scales_by_kind(module, groups["scales"])
     groups["norms"] = model.norms() if "norms" in parts else {}
     ends = {"embeddings": module.get_input_embeddings(), "head": module.get_output_embeddings()}
     chosen = {id(parameter) for part in parts & set(ends) for parameter in ends[part].parameters()}
@@ -138,4 +130,4 @@ def trained_parts(model: CausalLM, options: QatOptions, full: CausalLM | None) -
 
 def dense_layers(full: CausalLM) -> dict[str, nn.Linear]:
     """Return the linear layers of the full-precision model by name, with its output head."""
-    return {name: layer for heads in (False, True) for name, layer in linear_layers(full.module, heads)}
+    return {name: layer for heads in (False, True) for name, layer in convert.linear_layers(full.module, heads)}

@@ -147,7 +147,7 @@ def test_the_hub_is_never_something_to_fix(environ, error, mark, words, monkeypa
 
 def test_room():
     needs = doctor.Requirements("this recovery", memory=0, host=2**33, disk=2**33)
-    assert "this recovery wants 8.0 GiB" in doctor._check_disk(7.0, Path("/data"), needs).fix
+    assert "this recovery wants 8.0 GiB" in doctor._check_disk(7.0, Path("/data"), needs).found
     assert doctor._check_ram(7.0, needs).fix and not doctor._check_ram(9.0, needs).fix
     assert doctor._check_disk(4.0, Path("/data")).fix and not doctor._check_disk(6.0, Path("/data")).fix
     assert doctor._check_ram(1.0).fix and not doctor._check_ram(64.0).fix

@@ -121,7 +121,7 @@ def test_what_is_refused(capfd, tmp_path):
 
 
 def test_the_templates_are_in_the_wheel():
-    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    (pattern,) = data["qat_lora.commands"]
-    found = (ROOT / "qat_lora" / "commands").glob(pattern)
-    assert sorted(file.stem for file in found) == sorted(SCHEDULERS)
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["qat_lora"]
+    found = [file for pattern in patterns for file in (ROOT / "qat_lora").glob(pattern)]
+    found = [file.stem for file in found if file.parent.name == "fleet_templates"]
+    assert sorted(found) == sorted(SCHEDULERS)

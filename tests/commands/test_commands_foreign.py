@@ -69,7 +69,7 @@ def test_a_base_that_is_scored_without_the_adapter_beside_it_says_so(tiny, done,
         shutil.copyfile(file, tmp_path / file.name)
     options = eval_options(tiny, {"served": tmp_path / done["file"].name}, tmp_path / "eval")
     call("evaluate", options, run=replace(options.run, quiet=False))
-    assert "served is scored without the adapter.gguf beside it" in capsys.readouterr().out
+    assert "served is scored without the adapter.gguf beside it; for both, name" in capsys.readouterr().out
 
 
 def test_the_run_is_used_as_any_other(done, run):

@@ -192,10 +192,10 @@ def test_a_packed_base_that_was_changed_is_refused(recovered, tmp_path):
         load_model(str(out))  # to quantise it anew, say
 
 
-def test_gguf_is_no_model_to_score(recovered, tmp_path):
+def test_gguf_is_no_model_to_quantise(recovered, tmp_path):
     out = call("export", export_options(recovered, tmp_path / "gguf", form="gguf"))
-    with pytest.raises(ModelError, match=r"GGUF export, for `chat` and `generate`"):
-        open_student(str(out), HubConfig())
+    with pytest.raises(ModelError, match=r"GGUF export, for `eval` and `chat`"):
+        load_model(str(out))
 
 
 @pytest.mark.parametrize("name", PRESETS)

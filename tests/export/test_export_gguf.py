@@ -9,7 +9,7 @@ import torch
 from toy_pipeline import call, export_options
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qat_lora.export import gguf_merged
+from qat_lora.export.forms import usage
 from qat_lora.export.gguf_model import gguf_name, row_order
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.layers.calibrate.quantize import quantize_model
@@ -158,7 +158,8 @@ def test_the_merged_form_is_one_dense_file(tiny, tmp_path):
     model = open_student(str(adapter), HubConfig()).model
     reader, tensors, dense = read(out / "base.gguf")
     assert (
-        reader.get_field("general.file_type").contents() == 1 and gguf_merged.USAGE in (out / "README.md").read_text()
+        reader.get_field("general.file_type").contents() == 1
+        and usage("gguf-merged", True) in (out / "README.md").read_text()
     )
     for layer, module in lora_layers(model.module).items():
         found = f"{gguf_name(model, layer)}.weight"

@@ -8,8 +8,10 @@ from toy_pipeline import call, export_options
 
 from qat_lora.commands.export import FORMS
 from qat_lora.errors import ModelError
+from qat_lora.export import state_dict
+from qat_lora.export.forms import usage
 from qat_lora.export.hub import files_to_upload
-from qat_lora.export.state_dict import FILE, USAGE
+from qat_lora.files.checksums import STATE
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.student import open_student
 from qat_lora.options import ExportOptions
@@ -29,7 +31,8 @@ def test_the_student_comes_back_from_its_tensors(adapted, tmp_path, monkeypatch)
     wanted, tensors = logits(model), model.module.state_dict()
     monkeypatch.chdir(out)
     found = {}
-    exec(USAGE, found)  # as the card says it, with weights_only=True
+    assert state_dict.__name__.endswith(FORMS["pt"].module)
+    exec(usage("pt", False), found)  # as the card says it, with weights_only=True
     assert found["state"].keys() == tensors.keys()
     assert all(torch.equal(found["state"][name], tensor) for name, tensor in tensors.items())
     assert any(name.endswith(".codes") for name in tensors) and any("lora_A" in name for name in tensors)
@@ -42,14 +45,15 @@ def test_the_student_comes_back_from_its_tensors(adapted, tmp_path, monkeypatch)
     assert torch.equal(logits(model), wanted)
 
 
-def test_half_the_size_and_never_unpickled_here(adapted, tmp_path):
+def test_half_the_size_and_refused_without_its_config(adapted, tmp_path):
     _, folder = adapted
     whole = call("export", export_options(folder, tmp_path / "whole", form="pt"))
     options = export_options(folder, tmp_path / "half", form="pt")
     half = call("export", options, dtype="bfloat16")
-    assert (half / FILE).stat().st_size < 0.8 * (whole / FILE).stat().st_size
+    assert (half / STATE).stat().st_size < 0.8 * (whole / STATE).stat().st_size
+    (half / "config.json").unlink()
     with pytest.raises(ModelError, match="is a pickled file"):
-        open_student(str(whole / FILE), HubConfig())
+        open_student(str(half / STATE), HubConfig())
     with pytest.raises(ModelError, match="best.pt may be pickled"):
         files_to_upload(whole)
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qat_lora.errors import ModelError
-from qat_lora.layers.quant_linear import Dense, Packed, QuantLinear, Unpacked, dense_linear
+from qat_lora.layers.quant_linear import Dense, Packed, QuantLinear, dense_linear
 from qat_lora.quant.initialize import quantize_weight
 from qat_lora.quant.spec import QuantSpec
 
@@ -20,7 +20,7 @@ SPECS = {
     "lowrank": QuantSpec(bits=4, code="lut", sharing="lowrank", group_size=8, rank=3),
 }
 BOOKS = {"integer": np.arange(-4.0, 4.0), "half": np.array([-1.5, -0.5, 0.5, 1.5])}
-SOURCES = {"packed": Packed, "hold_dense": Dense, "train_scales": Unpacked}
+SOURCES = {"packed": Packed, "hold_dense": Dense, "train_scales": Packed}
 STATES = tuple(SOURCES)
 ROWS, COLUMNS = 6, 21
 

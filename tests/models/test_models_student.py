@@ -115,13 +115,3 @@ def test_adapter_folder(made):
     assert adapter_folder(str(made["teacher"])) is None and adapter_folder("/nowhere") is None
     assert adapter_folder(str(made["plain"])) == made["plain"] / "best"
     assert adapter_folder(str(made["plain"] / "last")) == made["plain"] / "last"
-
-
-def test_an_mlx_export_is_not_scored_without_its_adapter(tiny, tmp_path):
-    """The packed base alone loads, so leaving the adapter out would go unseen."""
-    shutil.copytree(tiny.teacher, tmp_path / "mlx")
-    assert open_student(str(tmp_path / "mlx")).bits_per_weight is None
-    (tmp_path / "mlx" / "adapters").mkdir()
-    (tmp_path / "mlx" / "adapters" / "adapters.safetensors").write_bytes(b"")
-    with pytest.raises(ModelError, match="holds an adapter that mlx-lm alone applies; give the run it was made of"):
-        open_student(str(tmp_path / "mlx"))

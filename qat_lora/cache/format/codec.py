@@ -29,8 +29,6 @@ LARGEST_RANGE = 64.0  # nats below the top entry at which `uint8` values end at 
 DEEPEST = 20.0
 """The same at temperature 1, e^-20 = 2e-9 being as good as nothing; it grows with the largest temperature. With one
 entry at -64 and the range up to it, the others would share half of the codes, for a KL of 3e-4 instead of 7e-5."""
-_DEEPEST_FP16 = np.uint16(0x7BFF)  # the bits of 65,504; beyond are infinity and NaN
-_SIGN = np.uint16(0x8000)
 _ROUNDING = 1e-3  # how far float32 sums may be from the truth: `lse` below 0, `log_tail` above it
 _DEPTHS = (0.0 - (np.arange(256) / 255) ** 1.5).astype(np.float32)  # part of the range that a `uint8` code stands for
 _CODE_ENDS = ((np.arange(255) + 0.5) / 255) ** 1.5  # where a code ends, likewise: half way in codes, not in nats
@@ -254,8 +252,7 @@ def promises(part: Arrays, fingerprint: Fingerprint) -> dict[str, bool]:
     """Return the rules for values, and whether some rows of a shard keep them.
 
     A checksum says that bytes are as they were written; these rules find a writer that was wrong and sealed what it
-    wrote. Values are compared as bits: below zero, fp16 numbers order as the unsigned numbers of the same bits do, and
-    converting them to float32 first would cost more than their sha256.
+    wrote.
     """
     held = fingerprint.contents
     kept = {"loss_mask of 0 and 1": bool((part["loss_mask"] <= 1).all())}
@@ -277,10 +274,6 @@ def promises(part: Arrays, fingerprint: Fingerprint) -> dict[str, bool]:
 
 def _falls(values: np.ndarray) -> bool:
     """Return whether values, fp16 or codes, begin with 0 and never rise."""
-    depth = values
-    if values.dtype != np.uint8:
-        bits = values.view("<u2")
-        depth = bits & ~_SIGN  # both zeros become the same number, and depth rises as the value falls
-        if ((bits > 0) & (bits < _SIGN)).any() or (depth[..., -1] > _DEEPEST_FP16).any():
-            return False
-    return bool((depth[..., 0] == 0).all() and (depth[..., 1:] >= depth[..., :-1]).all())
+    depth = values if values.dtype == np.uint8 else -values.astype(np.float32)
+    rises = bool((depth[..., 0] == 0).all() and (depth[..., 1:] >= depth[..., :-1]).all())
+    return rises and bool(np.isfinite(depth[..., -1]).all())

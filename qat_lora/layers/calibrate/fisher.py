@@ -110,15 +110,12 @@ def sensitivities(
 
         return on_output
 
-    def needs_gradient(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        return output.detach().requires_grad_()
-
     blocks = dict.fromkeys(block for name in squares if (block := block_of(name)) is not None)
     embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
     with contextlib.ExitStack() as hooks:
         for name in squares:
             hooks.enter_context(model.get_submodule(name).register_forward_hook(watch(name)))
-        hooks.enter_context(embedding.register_forward_hook(needs_gradient))
+        hooks.enter_context(embedding.register_forward_hook(lambda _m, _i, output: output.detach().requires_grad_()))
         hooks.enter_context(_computed_again([model.get_submodule(name) for name in blocks]))
         for batch in tqdm(batches, desc="sensitivity", unit="batch", disable=quiet):
             log_likelihood(batch).backward()

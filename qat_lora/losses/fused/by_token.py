@@ -1,10 +1,10 @@
 """A few positions at a time, the whole vocabulary for each: the walk that serves every term, output head and device.
 
 A chunk's logits become its loss and its gradients on the spot. On a GPU and on XLA, where a product of some hundred
-rows is as fast as any, this is also the faster walk: three products with a trained output head, where `by_vocab` needs
-four. On XLA the chunks are one loop in the graph (`runtime/xla/loop.py`), all of one shape, the last filled with masked
-positions; and each takes its part of *every* row of text: where rows are spread over devices, a chunk of consecutive
-positions would lie on one of them and be sent to the others.
+rows is as fast as any, this is also the faster walk. On XLA the chunks are one loop in the graph
+(`runtime/xla/loop.py`), all of one shape, the last filled with masked positions; and each takes its part of *every* row
+of text: where rows are spread over devices, a chunk of consecutive positions would lie on one of them and be sent to
+the others.
 
 Numerical core, see `_sparse_group`: the top-K logits are taken out *before* the exponential, so the tail is summed on
 its own scale. log(1 - b) is then accurate at any size; 1 - Σ p would be noise below 1e-7.

@@ -7,10 +7,9 @@ Algorithm 1) with the output head as both keys and values:
 
     m' = max(m, max_B z),    l' = l · exp(m - m') + Σ_B exp(z - m'),    O' = O · exp(m - m') + exp(z_B - m') W_B.
 
-A trained output head needs the final normaliser for each entry of its gradient, so the vocabulary is walked twice, with
-one product more than `by_token`, but each block of its gradient is finished where it is made. On two cores this is 2.4
-times as fast as `by_token`, with a trained head 2.9 times. Top-K entries stay out of the sums; the exact KL, with a
-second softmax to rescale along, has no place here.
+On two cores this is 2.4 times as fast as `by_token`. Top-K entries stay out of the sums. The exact KL, with a second
+softmax to rescale along, has no place here, nor has a trained output head: each entry of its gradient needs the final
+normaliser, and so a second walk.
 """
 
 from __future__ import annotations
@@ -20,14 +19,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from qat_lora.losses.fused.gradients import Group, GroupGradient, Task, Walked, entry_ids, group_gradient
+from qat_lora.losses.fused.gradients import Group, Task, Walked, entry_ids, group_gradient
 
 PIECE_BYTES = 2**21  # wide logits that the elementwise passes work on at a time: two cores' second-level cache
 
 
-def one_softmax(groups: Sequence[Group]) -> bool:
-    """Return whether one softmax serves all terms, so that the vocabulary can be walked."""
-    return len(groups) == 1 and not groups[0].dense
+def vocabulary_serves(task: Task) -> bool:
+    """Return whether one softmax serves all terms and the output head is frozen, so that the vocabulary is walked."""
+    one_softmax = len(task.groups) == 1 and not task.groups[0].dense
+    return one_softmax and not (task.wanted.weight or task.wanted.bias)
 
 
 def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
@@ -35,8 +35,6 @@ def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
     (group,) = task.groups
     ids = entry_ids(group, task.mask_N)
     entry_z = [torch.zeros(x.shape, dtype=task.wide, device=x.device) for x in ids]
-    trains = task.wanted.weight or task.wanted.bias
-    frozen = task.wanted.hidden and not trains
     # m from the lowest finite number, not -inf, so that a tail that is (still) empty gives zeros instead of NaN.
     m_N1 = task.hidden_NH.new_full((len(task.hidden_NH), 1), torch.finfo(task.wide).min, dtype=task.wide)
     l_N1 = torch.zeros_like(m_N1)
@@ -56,20 +54,17 @@ def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
             z_CB.exp_()
             l_N1[rows] = l_N1[rows] * (m_N1[rows] - m_C1).exp() + z_CB.sum(1, keepdim=True)
             m_N1[rows] = m_C1
-            if frozen:
+            if task.wanted.hidden:
                 block.logits_NB[rows] = z_CB if slope_CB is None else z_CB.mul_(slope_CB)
-        if frozen:
+        if task.wanted.hidden:
             o_NH.mul_((before_N1 - m_N1).exp_()).add_(block.logits_NB @ block.weight_BH)
 
     tails = (1.0, l_N1), (group.temperature, l_1_N1)
     log_tails = [(m_N1 * factor + sum_N1.log())[:, 0] for factor, sum_N1 in tails[: 1 + at_1]]
     part = group_gradient(task, group, entry_z, *log_tails)
-    if not any(task.wanted):
+    if not task.wanted.hidden:
         return Walked(part.sums)
-    share_N1 = part.tail_C[:, None] / l_N1.clamp_min(1)  # l is at least 1, or 0 for an empty tail
-    if trains:
-        return _walk_again(task, part, share_N1, m_N1, _blocks(task, group, ids, block_vocab))
-    o_NH.mul_(share_N1)
+    o_NH.mul_(part.tail_C[:, None] / l_N1.clamp_min(1))  # l is at least 1, or 0 for an empty tail
     lm_head = task.lm_head
     for ids_NE, grad_NE, z_NE in zip(ids, part.entries, entry_z, strict=False):  # the last may be only read
         if lm_head.softcap is not None:
@@ -77,33 +72,6 @@ def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
         grad_NE = grad_NE.to(lm_head.weight_VH.dtype)
         o_NH.add_(torch.nn.functional.embedding_bag(ids_NE, lm_head.weight_VH, mode="sum", per_sample_weights=grad_NE))
     return Walked(part.sums, o_NH.mul_(lm_head.logit_scale).to(task.hidden_NH.dtype))
-
-
-def _walk_again(task: Task, part: GroupGradient, share_N1: Tensor, m_N1: Tensor, blocks: Iterator[_Block]) -> Walked:
-    """Finish each block's gradients, now that the normaliser is known; for a trained output head."""
-    weight_VH, logit_scale = task.lm_head.weight_VH, task.lm_head.logit_scale
-    d_hidden = torch.zeros_like(task.hidden_NH, dtype=task.wide)
-    d_weight = torch.empty_like(weight_VH) if task.wanted.weight else None
-    d_bias = torch.zeros_like(weight_VH[:, 0], dtype=task.wide)
-    for block in blocks:
-        inside = [x.masked_fill(~here, 0) for x, (_, here) in zip(part.entries, block.places, strict=False)]
-        for rows, z_CB, slope_CB in block.pieces():
-            block.remove_topk(z_CB, rows)
-            z_CB.sub_(m_N1[rows]).exp_().mul_(share_N1[rows])
-            for (at_NE, _), grad_NE in zip(block.places, inside, strict=False):
-                z_CB.scatter_add_(1, at_NE[rows], grad_NE[rows])
-            if slope_CB is not None:
-                z_CB.mul_(slope_CB)
-            if logit_scale != 1.0:
-                z_CB.mul_(logit_scale)
-            d_bias[block.span].add_(z_CB.sum(0))
-            block.logits_NB[rows] = z_CB
-        if task.wanted.hidden:
-            d_hidden.add_(block.logits_NB @ block.weight_BH)
-        if d_weight is not None:
-            torch.mm(block.logits_NB.t(), task.hidden_NH, out=d_weight[block.span])
-    hidden_NH = d_hidden.to(task.hidden_NH.dtype) if task.wanted.hidden else None
-    return Walked(part.sums, hidden_NH, d_weight, d_bias if task.wanted.bias else None)
 
 
 def _blocks(task: Task, group: Group, ids: Sequence[Tensor], block_vocab: int) -> Iterator[_Block]:
@@ -146,7 +114,7 @@ class _Block:
                 z_CB.add_(lm_head.bias_V[self.span])
             if lm_head.softcap is not None:
                 z_CB.mul_(lm_head.logit_scale / lm_head.softcap).tanh_()
-                slope_CB = z_CB.square().neg_().add_(1) if any(self._task.wanted) else None
+                slope_CB = z_CB.square().neg_().add_(1) if self._task.wanted.hidden else None
                 z_CB.mul_(lm_head.softcap / temperature)
             elif lm_head.logit_scale != temperature:
                 z_CB.mul_(lm_head.logit_scale / temperature)

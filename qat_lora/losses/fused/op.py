@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from qat_lora.losses.estimators import DenseTerm, KLTerm, Term, TopKTerm, wide_dtype
 from qat_lora.losses.fused.by_kernel import kernel_serves, walk_kernel
 from qat_lora.losses.fused.by_token import walk_positions
-from qat_lora.losses.fused.by_vocab import one_softmax, walk_vocabulary
+from qat_lora.losses.fused.by_vocab import vocabulary_serves, walk_vocabulary
 from qat_lora.losses.fused.gradients import Task, Wanted, group_terms, real_vocabulary
 from qat_lora.types import LMHead, LossWalk
 
@@ -110,7 +110,7 @@ class _FusedLinearKD(torch.autograd.Function):
             call.mask_N,
             Wanted(*ctx.needs_input_grad[:3]),
         )
-        if call.walk == "vocabulary" and one_softmax(task.groups):  # with as many logits at a time
+        if call.walk == "vocabulary" and vocabulary_serves(task):  # with as many logits at a time
             walked = walk_vocabulary(task, max(1, call.chunk_tokens * vocab // max(1, hidden_NH.shape[0])))
         elif call.walk == "kernel" and kernel_serves(task):
             walked = walk_kernel(task, call.chunk_tokens)
