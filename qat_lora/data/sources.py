@@ -225,9 +225,9 @@ def _digest(files: list[tuple[str, Path]], ends_only: bool = False) -> dict[str,
         size = path.stat().st_size
         with reading(name), path.open("rb", buffering=0) as file:
             if ends_only:
-                head = file.read(512)
+                begin = file.read(512)
                 file.seek(max(0, size - 512))
-                content = hashlib.sha256(head + file.read(512)).digest()
+                content = hashlib.sha256(begin + file.read(512)).digest()
             else:
                 content = hashlib.file_digest(file, "sha256").digest()
         digest.update(f"{name}\0{size}\0".encode(errors="surrogateescape") + content)
