@@ -22,7 +22,6 @@ from qat_lora.registry import COMMANDS
 from qat_lora.terminal import echo
 
 SCHEDULERS = ("k8s", "skypilot", "slurm", "xpk")
-MOST_BUILDERS = 1_000_000  # the digits of a shard's name
 
 
 class _Manifest(string.Template):
@@ -32,33 +31,29 @@ class _Manifest(string.Template):
 @click.command("fleet", help=COMMANDS["fleet"].help)
 @click.argument("scheduler", type=click.Choice(SCHEDULERS))
 @click.argument("build", nargs=-1, type=click.UNPROCESSED, metavar="-- CACHE_BUILD_ARGUMENTS")
-@click.option("--builders", type=click.IntRange(1, MOST_BUILDERS), required=True, help="how many (required)")
+@click.option("--builders", type=click.IntRange(1, 999_999), required=True, help="how many (required)")
 @click.option("--name", default="kd-cache", help="of the job [default: kd-cache]")
 @click.option("--retries", type=click.IntRange(0), default=6, help="of a builder, after errors [default: 6]")
 @click.option("--set", "given", multiple=True, metavar="FIELD=VALUE", help="a field of the scheduler's [default: none]")
 @click.option("--out", metavar="FILE", help="write it there; the file must not exist [default: print it]")
 @click.pass_context
 def fleet(
-    context: click.Context,
-    scheduler: str,
-    build: tuple[str, ...],
-    builders: int,
-    name: str,
-    retries: int,
-    given: tuple[str, ...],
-    out: str | None,
+    ctx: click.Context, scheduler: str, build: tuple[str, ...], given: tuple[str, ...], out: str | None, **own: Any
 ) -> None:
     """Print a manifest; ConfigError: a field is unknown, missing or does not fit, or the builders' command is wrong."""
-    options = _read_build(context, [*build])
+    command = ctx.find_root().command.get_command(ctx, "cache").get_command(ctx, "build")  # type: ignore[attr-defined]
+    options = command.options(command.make_context("qat-lora cache build", [*build]))
     if options.builder != "0/1" or options.run.overwrite or options.run.out is None:
         raise ConfigError("fleet: give the builders' command with --out and without --builder and --overwrite")
-    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", name):
-        raise ConfigError(f"name: {name!r} does not fit; allowed: up to 42 small letters, digits and - between them")
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", own["name"]):
+        raise ConfigError(
+            f"name: {own['name']!r} does not fit; allowed: up to 42 small letters, digits and - between them"
+        )
     words = shlex.join(["qat-lora", "cache", "build", *build])
     if not words.isprintable():
         raise ConfigError("fleet: an argument holds a line break or the like; put it into a --recipe file")
-    fixed = {"builders": str(builders), "last": str(builders - 1), "name": name, "retries": str(retries)}
-    text = manifest(scheduler, fixed | {"command": words, "quoted": shlex.quote(f"{words} --builder ")}, given)
+    more = {"last": own["builders"] - 1, "command": words, "quoted": shlex.quote(f"{words} --builder ")}
+    text = manifest(scheduler, own | more, given)
     if out is None:
         return echo(text)
     try:
@@ -67,13 +62,7 @@ def fleet(
         raise ConfigError(f"out: {out} exists already and was not touched; choose another file") from None
 
 
-def _read_build(context: click.Context, arguments: list[str]) -> Any:
-    group: Any = context.find_root().command
-    command = group.get_command(context, "cache").get_command(context, "build")
-    return command.options(command.make_context("qat-lora cache build", arguments))
-
-
-def manifest(scheduler: str, fixed: dict[str, str], given: tuple[str, ...]) -> str:
+def manifest(scheduler: str, fixed: dict[str, Any], given: tuple[str, ...]) -> str:
     """Return a scheduler's file, its fields filled in; ConfigError: one is unknown, missing or does not fit."""
     file = files("qat_lora.commands") / "fleet_templates" / f"{scheduler}.yaml"
     template: Any = parse_yaml(file.read_text(encoding="utf-8"))

@@ -8,12 +8,11 @@ A pull fills a folder beside `out`, which gets its name when every byte was read
 """
 
 import fnmatch
+import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 import qat_lora
 from qat_lora.cache.format import layout as fmt
@@ -61,25 +60,15 @@ def dataset_card(manifest: Manifest, repo: str, license: str) -> str:
     """Return the card of a cache as Markdown with the Hub's front matter."""
     held, rows = manifest.fingerprint, [manifest.rows(split) for split in fmt.SERIES]
     size, tokens = sum(entry.bytes for entry in manifest.all_shards), sum(rows) * held.length
-    name = f"KD cache of {display_name(held.teacher)}"
-    front = {
-        "license": license,
-        "pretty_name": name,
-        "tags": ["qat-lora", "kd-cache", "knowledge-distillation"],
-        "task_categories": ["text-generation"],
-        "size_categories": [_SIZES[min(len(_SIZES), max(3, len(str(sum(rows))))) - 3]],
-        "viewer": False,
-    }
     told = {"rows": ", ".join(f"{count:,} {split}" for split, count in zip(fmt.SERIES, rows, strict=True))}
     told |= {"size": f"{size:,} bytes, {tokens:,} tokens, {size / tokens:.0f} bytes a token"}
     told |= {field: value for field, value in to_json(held).items() if value not in (None, "", [])}
     told |= {"teacher": display_name(held.teacher), "dataset": dataset_in_words(held.dataset)}
     told |= {"fingerprint": held.sha256, "sent by": f"qat-lora {qat_lora.__version__}"}
-    lines = ["---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", f"# {name}", ""]
-    lines += ["A teacher's outputs on a text, for distilling a student without the teacher.", "", "| | |", "|---|---|"]
-    lines += [f"| {field.replace('_', ' ')} | `{str(value).replace('|', '/')}` |" for field, value in told.items()]
-    lines += ["", "```bash", f"qat-lora cache pull {repo} --out cache", f"qat-lora cache info hf://datasets/{repo}"]
-    return "\n".join([*lines, "```", ""])
+    facts = (f"| {field.replace('_', ' ')} | `{str(value).replace('|', '/')}` |" for field, value in told.items())
+    sizes = _SIZES[min(len(_SIZES), max(3, len(str(sum(rows))))) - 3]
+    card, name = Path(__file__).with_name("dataset_card.md").read_text(encoding="utf-8"), json.dumps(told["teacher"])
+    return card.format(license=json.dumps(license), name=name, size=sizes, facts="\n".join(facts), repo=repo)
 
 
 def push_cache(folder: Path, manifest: Manifest, repo: str, license: str, private: bool, api: Any = None) -> str:

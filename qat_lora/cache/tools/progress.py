@@ -37,11 +37,12 @@ def progress(path: Place, now: float | None = None) -> dict[str, Any]:
     if not numbers:
         raise CacheError(f"{place}: holds no shard of a KD cache yet; ask again when its builders have begun")
     builders = read_sidecar(place, fmt.shard_name("train", numbers[0]))[0].builders
-    own = {builder: [n for n in numbers if n % builders == builder] for builder in range(builders)}
-    last = at_once(
-        place, lambda n: read_sidecar(place, fmt.shard_name("train", n))[0], [n[-1] for n in own.values() if n]
-    )
-    found, shares, rows = {s.builder: s for s in last}, np.full(builders, np.nan), np.zeros(builders)
+    own: list[list[int]] = [[] for _ in range(builders)]
+    for number in numbers:
+        own[number % builders].append(number)
+    last = [fmt.shard_name("train", of_one[-1]) for of_one in own if of_one]
+    found = {sidecar.builder: sidecar for sidecar, _ in at_once(place, lambda name: read_sidecar(place, name), last)}
+    shares, rows = np.full(builders, np.nan), np.zeros(builders)
     ended = np.array([fmt.part_name(builder) in times for builder in range(builders)])
     limit = re.search(r" first (\d+) rows$", next(iter(found.values())).fingerprint.dataset)
     for builder, sidecar in found.items():
@@ -52,7 +53,7 @@ def progress(path: Place, now: float | None = None) -> dict[str, Any]:
         expected = np.fmin(expected, [Partition(b, builders).of(int(limit[1])) for b in range(builders)])
     expected = np.where(np.isnan(expected), np.nanmean(expected) if not np.isnan(expected).all() else np.nan, expected)
     per_shard = max(1.0, float(np.median([rows[b] / len(own[b]) for b in found])))
-    done = np.array([len(own[b]) for b in range(builders)])
+    done = np.array([*map(len, own)])
     total = np.where(ended, done, np.maximum(done, np.ceil(expected / per_shard - 1e-6)))
     commits = {b: np.sort([times[f"{fmt.shard_name('train', n)}.json"] for n in own[b]]) for b in found}
     pace = _paces(commits, builders)
@@ -88,11 +89,9 @@ def _paces(commits: dict[int, np.ndarray], builders: int) -> np.ndarray:
 def render(found: dict[str, Any]) -> str:
     """Return what `progress` found as text for a terminal."""
     builders, rate, finish = found["builders"], found["shards_an_hour"], found["finish"]
-    lines = [
-        f"unfinished   {found['shards']:,} of {found['expected'] or 'unknown'} shards, by {len(builders)} builders"
-    ]
-    lines[0] += f", {found['ended']} of which have ended"
+    of = f"{found['expected'] or 'unknown'} shards, by {len(builders)} builders, {found['ended']} of which have ended"
     ends = time.strftime("%Y-%m-%d %H:%M", time.localtime(finish)) if finish else "unknown"
-    lines.append(f"forecast     {f'{rate:,.3g}' if rate else 'unknown'} shards an hour; ends {ends}")
+    pace = f"{f'{rate:,.3g}' if rate else 'unknown'} shards an hour; ends {ends}"
     slowest = (f"{b} ({builders[b][0]} of {builders[b][1] or 'unknown'})" for b in found["slowest"])
-    return "\n".join([*lines, f"last         builders {', '.join(slowest) or 'none'}"])
+    last = ", ".join(slowest) or "none"
+    return f"unfinished   {found['shards']:,} of {of}\nforecast     {pace}\nlast         builders {last}"
