@@ -72,6 +72,10 @@ class OutputExistsError(QatLoraError, FileExistsError):
     """An output folder that belongs to another run; nothing in it was touched."""
 
 
+class OvertakenError(OutputExistsError):
+    """A builder that a second start of the same builder has overtaken; opened again, it goes on from there."""
+
+
 class MissingExtraError(QatLoraError, ImportError):
     """An optional dependency that this feature needs; the message holds the install command."""
 

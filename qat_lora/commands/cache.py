@@ -16,14 +16,14 @@ from qat_lora.cache.build.served import ServedTeacher
 from qat_lora.cache.build.writer import CacheWriter, Partition
 from qat_lora.cache.format.lm_head import LMHeadFile, lm_head_file
 from qat_lora.cache.format.records import Fingerprint, optional_arrays
-from qat_lora.cache.storage.location import LocalFolder, locate
+from qat_lora.cache.storage.location import LocalFolder, RemoteFolder, locate
 from qat_lora.cache.storage.store import noted_fingerprint, read_manifest
 from qat_lora.cache.tools import overlap
 from qat_lora.cache.tools.audit import audit, check_teacher, summary
 from qat_lora.cache.tools.audit import table_rows as audit_rows
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows, share, take_eval
 from qat_lora.data.sources import TextConfig, describe_source, open_documents
-from qat_lora.errors import ConfigError, InterruptedRunError
+from qat_lora.errors import ConfigError, InterruptedRunError, OvertakenError
 from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.files import outputs
 from qat_lora.files.checksums import WEIGHTS, checkpoint_sha256, read_object
@@ -51,6 +51,8 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     default = f"caches/{Path(str(text.dataset)).name.replace('.', '-')}_L{options.length}_K{options.top_k}"
     place = locate(run.out or default)
     out = place.path if isinstance(place, LocalFolder) else place
+    if isinstance(place, RemoteFolder):
+        place.require_create()  # before a teacher is loaded
     noted = None if run.overwrite else noted_fingerprint(place)
     teacher, tokenizer, folder, about = _open_teacher(options, runtime, noted)
     lm_head = lm_head_file(teacher.lm_head()) if options.hidden and not isinstance(teacher, ServedTeacher) else None
@@ -81,16 +83,23 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     if run.overwrite and isinstance(place, LocalFolder):
         inputs = [options.teacher, folder, *text_inputs(text)]
         outputs.refuse_inputs(place.path, inputs, place.names())
-    with CacheWriter(
-        out, fingerprint, options.shard_rows, overwrite=run.overwrite, partition=part, lm_head=lm_head
-    ) as writer:
-        done = writer.resume_state()
-        if done.finished:
-            say(run, f"{out} is complete already")
-            return out
-        _place(teacher, runtime)
-        train_rows = rows(done.cursor if done.rows else None)
-        build_kd_cache(teacher, train_rows, writer, settings, eval_rows=evaluation, max_rows=max_rows, quiet=run.quiet)
+    while True:
+        try:
+            with CacheWriter(
+                out, fingerprint, options.shard_rows, overwrite=run.overwrite, partition=part, lm_head=lm_head
+            ) as writer:
+                done = writer.resume_state()
+                if done.finished:
+                    say(run, f"{out} is complete already")
+                    return out
+                _place(teacher, runtime)
+                train_rows = rows(done.cursor if done.rows else None)
+                build_kd_cache(
+                    teacher, train_rows, writer, settings, eval_rows=evaluation, max_rows=max_rows, quiet=run.quiet
+                )
+            break
+        except OvertakenError:
+            say(run, f"another start of builder {part} is ahead; going on behind its last shard")
     done = writer.resume_state()
     if writer.stopped:
         raise InterruptedRunError(f"stopped after {done.rows} rows; the same command goes on from there")

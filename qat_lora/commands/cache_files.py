@@ -1,4 +1,4 @@
-"""The commands that read the files of a finished cache and need no device: verify, info, export, pack, unpack."""
+"""The commands over the files of a finished cache, without a device: verify, info, export, pack, unpack, push, pull."""
 
 import json
 from pathlib import Path
@@ -102,3 +102,49 @@ def _transport(words: str, source: str) -> click.Command:
 
 
 pack, unpack = _transport("pack", "CACHE"), _transport("unpack", "PACKED")
+
+
+@click.command("push", help=COMMANDS["cache push"].help)
+@click.argument("path", metavar="CACHE")
+@click.argument("repo", metavar="OWNER/NAME")
+@click.option("--license", required=True, help="licence on the card; teacher and text have theirs (required)")
+@click.option("--public", is_flag=True, help="everybody may read the repository [default: private]")
+@click.option("--allow-paths", is_flag=True, help="send records that name paths of this machine [default: off]")
+@click.option("--dry-run", is_flag=True, help="check the cache, and send nothing [default: off]")
+@click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
+@click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
+def push(
+    path: str, repo: str, license: str, public: bool, allow_paths: bool, dry_run: bool, quiet: bool, as_json: bool
+) -> None:
+    """Check a cache and send it."""
+    from qat_lora.cache.storage.store import read_manifest
+    from qat_lora.export.hub import check_repo
+    from qat_lora.export.hub_cache import check_cache, push_cache
+
+    check_repo(repo)
+    total = sum(shard.bytes for shard in read_manifest(path).all_shards)
+    with _byte_bar("verify", total, quiet) as bar:
+        folder, manifest = check_cache(path, allow_paths, lambda _shard, read: bar.update(read))
+    url = None if dry_run else push_cache(folder, manifest, repo, license, not public)
+    result = {"repo": repo, "bytes": total, "shards": len(manifest.all_shards), "url": url}
+    ended = f"sent: {url}" if url else f"fit to go to {repo}; nothing was sent (--dry-run)"
+    echo(json.dumps(result) if as_json else f"{path}: {result['shards']} shards, {total / 1e6:,.1f} MB, {ended}")
+
+
+@click.command("pull", help=COMMANDS["cache pull"].help)
+@click.argument("repo", metavar="OWNER/NAME")
+@click.option("--out", metavar="FOLDER", required=True, help="new folder, which appears when it is whole (required)")
+@click.option("--revision", help="branch, tag or commit [default: main]")
+@click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
+@click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
+def pull(repo: str, out: str, revision: str | None, quiet: bool, as_json: bool) -> None:
+    """Fetch a cache and verify it."""
+    from qat_lora.export.hub import check_repo
+    from qat_lora.export.hub_cache import pull_cache
+
+    check_repo(repo)
+    with _byte_bar("verify", None, quiet) as bar:
+        manifest = pull_cache(repo, Path(out), revision, lambda _shard, read: bar.update(read))
+    size, shards = sum(shard.bytes for shard in manifest.all_shards), len(manifest.all_shards)
+    line = f"{out}: intact: {shards} shards, {size / 1e6:,.1f} MB from {repo}"
+    echo(json.dumps({"out": out, "repo": repo, "shards": shards, "bytes": size}) if as_json else line)

@@ -1,23 +1,18 @@
 """The command that uploads an exported folder to the Hugging Face Hub."""
 
-import re
 from pathlib import Path
 from typing import Any
 
-from qat_lora.errors import ConfigError
-from qat_lora.export.hub import files_to_upload, upload, upload_summary
+from qat_lora.export.hub import check_repo, files_to_upload, upload, upload_summary
 from qat_lora.options import PushOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import say
-
-REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def push(options: PushOptions, runtime: Runtime, api: Any = None) -> dict[str, object]:
     """Check a folder, and upload it from the main process unless it is a dry run; ModelError, ConfigError: why not."""
     run, folder, repo = options.run, Path(str(options.folder)), str(options.repo)
-    if not REPO.fullmatch(repo):
-        raise ConfigError(f"repo: {repo!r} is no repository name; give OWNER/NAME")
+    check_repo(repo)
     files = files_to_upload(folder)
     result = upload_summary(folder, files) | {"repo": repo, "uploaded": False}
     for name, size_bytes in files.items():

@@ -50,7 +50,7 @@ def read_origin(config: Any, adapter: Path | None) -> dict[str, str]:
     if cache := cache_of_run(adapter):
         try:
             fingerprint = read_manifest(cache).fingerprint
-            teacher, data = display_name(fingerprint.teacher), _dataset(fingerprint.dataset)
+            teacher, data = display_name(fingerprint.teacher), dataset_in_words(fingerprint.dataset)
             dataset = _described(fingerprint.dataset)[0].get("dataset")  # a Hub dataset's; files have no name
         except (ValueError, OSError):
             pass  # the cache is gone: the card says unknown
@@ -86,7 +86,7 @@ def _described(text: str) -> tuple[dict[str, Any], str]:
     return (found, text[end:]) if isinstance(found, dict) else ({}, text)
 
 
-def _dataset(described: str) -> str:
+def dataset_in_words(described: str) -> str:
     """Return a cache's description of its text (JSON, then how much of it) in words."""
     found, more = _described(described)
     words = [f"{name} {display_name(str(value))[:40]}" for name, value in found.items() if value not in (None, "")]

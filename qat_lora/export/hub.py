@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from qat_lora.errors import ModelError, one_line
+from qat_lora.errors import ConfigError, ModelError, one_line
 from qat_lora.export.card import check_model_card
 from qat_lora.files.checksums import check_folder, checkpoint_sha256, read_object
 from qat_lora.files.folders import LIST, MARK
@@ -25,7 +25,7 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy",
 _PICKLE = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")  # how pickles begin, and torch's archives of them
 _SECRET_NAME = re.compile(r"\.env(\..*)?|\.netrc|id_(rsa|dsa|ecdsa|ed25519)|.*\.(pem|key|p12|pfx|kdbx|keystore)", re.I)
 _SECRET_STEM = re.compile(r"\.?(token|credentials?|secrets?|passwords?)", re.I)
-_SECRET = re.compile(
+SECRET = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bAKIA[0-9A-Z]{16}\b|\bAIza[\w-]{35}"
     r"|\bsk-[\w-]{20,}|\bxox[abprs]-[\w-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^/\s:@\"]+:[^/\s:@\"]+@"
     r'|"(api_?key|access_token|auth_token|hf_token|password|secret\w*|private_key)"\s*:\s*"[^"]{8,}"'
@@ -34,7 +34,14 @@ _SECRET = re.compile(
 VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model")
 OURS = {MARK, LIST, "config.yaml", "metrics.jsonl"}  # files of a run that say where it ran; they are not sent
 CARD = "README.md"
-_PATH = re.compile(r'"(/[^"/]+/[^"]*|[A-Z]:\\\\[^"]*)"')  # in JSON
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+PATH = re.compile(r'"(/[^"/]+/[^"]*|[A-Z]:\\\\[^"]*)"')  # in JSON
+
+
+def check_repo(repo: str) -> None:
+    """Raise a ConfigError where a text is no name of a repository."""
+    if not _REPO.fullmatch(repo):
+        raise ConfigError(f"repo: {repo!r} is no repository name; give OWNER/NAME")
 
 
 def files_to_upload(folder: Path) -> dict[str, int]:
@@ -101,9 +108,9 @@ def _check_texts(folder: Path, files: Iterable[str]) -> None:
             text = (folder / file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(f"folder: {file} cannot be read as text ({error}); take it out first") from None
-        if match := _SECRET.search(text):
+        if match := SECRET.search(text):
             raise ModelError(f"folder: {file} holds what looks like a secret ({match[0][:8]}…); take it out first")
-        if name.endswith((".json", ".md")) and "tokenizer" not in name and (match := _PATH.search(text)):
+        if name.endswith((".json", ".md")) and "tokenizer" not in name and (match := PATH.search(text)):
             raise ModelError(f"folder: {file} names a path of this machine ({match[1]}); take it out first")
 
 

@@ -21,7 +21,7 @@ from qat_lora.cache.storage.store import verify_cache
 from qat_lora.cache.tools.describe import describe
 from qat_lora.cache.tools.parquet import export_parquet
 from qat_lora.data.shuffle import global_batch
-from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError
+from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError, OvertakenError
 
 
 @pytest.fixture(autouse=True)
@@ -210,6 +210,67 @@ def test_a_shard_without_its_sidecar_is_taken_over_or_named(tmp_path, fingerprin
     with pytest.raises(OutputExistsError, match="theirs: .*s-000001"), CacheWriter("bucket://theirs", fp, 2) as writer:
         writer.append(rest, [{"row": 3}, {"row": 4}])
     assert _objects("bucket://theirs") == before
+
+
+def _feed(writer, rows, start=0, end=None):
+    end = len(rows["input_ids"]) if end is None else end
+    part = {name: array[start:end] for name, array in rows.items()}
+    writer.append(part, [{"row": i + 1} for i in range(start, end)])
+
+
+@pytest.mark.parametrize("dies", [None, "shard"])
+def test_a_second_start_adopts_what_the_first_put(monkeypatch, fingerprint, random_rows, dies):
+    """The same builder on two machines, whose values differ in the last bits: each goes on from the other's shards."""
+    fp = fingerprint()
+    ours = random_rows(fp, 7)
+    theirs = {**ours, "head_logits": ours["head_logits"] - np.float32(2**-9) * (ours["head_logits"] < 0)}
+    real, calls = bucket.Bucket.pipe_file, []
+
+    def killed(self, path, value, mode="overwrite", **kwargs):
+        calls.append(path)
+        real(self, path, value, mode)
+        if dies == "shard" and path.endswith("s-000001.safetensors"):
+            raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket.Bucket, "pipe_file", killed)
+        with CacheWriter("bucket://two", fp, 2) as first, CacheWriter("bucket://two", fp, 2) as second:
+            _feed(first, ours, 0, 2)
+            _feed(second, theirs, 0, 2)
+            if dies == "shard":
+                with pytest.raises(CacheError):
+                    _feed(first, ours, 2, 4)
+            else:
+                _feed(first, ours, 2, 4)
+            _feed(second, theirs, 2)
+            assert second.resume_state() == (6, {"row": 6}, 0, False)
+            first.stop()
+    report = verify_cache("bucket://two")
+    assert report.rows == 7 and report.strangers == ()
+    np.testing.assert_array_equal(KDCacheDataset("bucket://two").rows(range(7))["input_ids"], ours["input_ids"])
+
+
+def test_a_start_that_was_overtaken_goes_on_behind_the_other(fingerprint, random_rows, write_cache):
+    fp = fingerprint()
+    rows = random_rows(fp, 8)
+    with CacheWriter("bucket://far", fp, 2) as slow, CacheWriter("bucket://far", fp, 3) as fast:
+        _feed(fast, rows, 0, 6)
+        with pytest.raises(OvertakenError, match="s-000000: another start of builder 0/1 was faster"):
+            _feed(slow, rows)
+        fast.stop(), slow.stop()
+    with CacheWriter("bucket://far", fp, 2) as slow:
+        assert slow.resume_state().cursor == {"row": 6}
+        _feed(slow, rows, 6)
+    assert verify_cache("bucket://far").rows == 8
+    other = {**rows, "input_ids": rows["input_ids"][::-1]}  # the text has changed: nothing is adopted
+    with (
+        CacheWriter("bucket://text", fp, 2) as first,
+        pytest.raises(OutputExistsError, match="another s-000000.safetensors already"),
+        CacheWriter("bucket://text", fp, 2) as second,
+    ):
+        _feed(first, rows)
+        _feed(second, other)
+    first.stop()
 
 
 def test_an_answer_that_was_lost_is_no_second_writer(fingerprint, random_rows, write_cache, tmp_path):

@@ -32,7 +32,7 @@ from qat_lora.cache.format.lm_head import LMHeadFile, check_lm_head
 from qat_lora.cache.format.records import Fingerprint, Manifest, Part, ShardEntry, Sidecar, parse, render
 from qat_lora.cache.storage import store
 from qat_lora.cache.storage.location import LocalFolder, Location, Place, locate
-from qat_lora.errors import CacheDamaged, CacheError, ConfigError, OutputExistsError
+from qat_lora.errors import CacheDamaged, CacheError, ConfigError, OutputExistsError, OvertakenError
 from qat_lora.files import folders as files
 
 _BUILDER = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
@@ -141,9 +141,8 @@ class CacheWriter:
         """Return the other builders that must end before there is a manifest."""
         if self.finished:
             return ()
-        number, builders = self.partition
-        others = (Partition(other, builders) for other in range(builders) if other != number)
-        return tuple(other.builder for other in others if read_part(self.out, other, self.fingerprint) is None)
+        names = {fmt.part_name(self.partition.builder), *self.out.names()}  # one listing, not a request a builder
+        return tuple(other for other in range(self.partition.builders) if fmt.part_name(other) not in names)
 
     def append(self, rows: Mapping[str, np.ndarray], cursors: Sequence[Any], split: str = "train") -> None:
         """Add n rows, arrays as `codec.encode_rows` takes them; every full shard is committed before this returns.
@@ -270,14 +269,15 @@ class CacheWriter:
             self._require_same(store.read_manifest(self.out).fingerprint)
             self.finished = True
         for split in ("eval", "train"):
-            for number in store.committed(self.out, split)[:1]:  # one tells, whichever builder wrote it
+            numbers = store.committed(self.out, split)
+            for number in numbers[:1]:  # one tells, whichever builder wrote it
                 sidecar, _ = store.read_sidecar(self.out, fmt.shard_name(split, number))
                 self._require_same(sidecar.fingerprint)
                 if sidecar.builders != self.partition.builders:
                     what = f"is filled by {sidecar.builders} builders, and this is builder {self.partition}"
                     remedy = "nothing was touched: give the same number, or choose another --out"
                     raise OutputExistsError(f"--out {self.out}: {what}; {remedy}")
-            for sidecar, entry in store.read_sidecars(self.out, split, *self.partition):
+            for sidecar, entry in store.read_sidecars(self.out, split, *self.partition, numbers):
                 self._require_same(sidecar.fingerprint)
                 if sidecar.first_row != self._rows(split):
                     what = f"starts at row {sidecar.first_row}, expected {self._rows(split)}"
@@ -366,14 +366,46 @@ class CacheWriter:
         if text_bytes > fmt.SIDECAR_LIMIT_BYTES - 128:  # a cursor that cannot be stored must not cost the shard
             allowed = "allowed: 1 MB; a cursor should name a place in the source, not copy its text"
             raise CacheError(f"cursor: the source's position takes {text_bytes:,} bytes in {name}.json; {allowed}")
-        _, digest = self.out.write_new(f"{name}.safetensors", chunks(), "shard")
-        sidecar = dataclasses.replace(sidecar, sha256=digest)
-        text = render(sidecar)
-        self.out.write_new(f"{name}.json", [text], "sidecar")
-        self._entries[split].append(store.shard_entry(sidecar, text))
+        try:
+            _, digest = self.out.write_new(f"{name}.safetensors", chunks(), "shard")
+            entry = self._commit(dataclasses.replace(sidecar, sha256=digest))
+        except FileExistsError as error:
+            entry = self._adopt(sidecar, error)
+        self._entries[split].append(entry)
         if split == "train":
             self._cursor = self._pending_cursor
         self._pending, self._pending_rows = [], 0
+
+    def _commit(self, sidecar: Sidecar) -> ShardEntry:
+        text = render(sidecar)
+        self.out.write_new(f"{sidecar.shard}.json", [text], "sidecar")
+        return store.shard_entry(sidecar, text)
+
+    def _adopt(self, ours: Sidecar, taken: FileExistsError) -> ShardEntry:
+        """Return the shard of our name that another start of this builder put first, if it has the same tokens.
+
+        Its values may differ in the last bits, as of another machine. One that was killed before its sidecar gets ours.
+        OvertakenError: it ends elsewhere, so the source goes on from there; `taken` is raised for any other shard.
+        """
+        name, committed = ours.shard, self.out.has(f"{ours.shard}.json")
+        theirs = store.read_sidecar(self.out, name)[0] if committed else ours
+        self._require_same(theirs.fingerprint)
+        if theirs.builders != ours.builders or theirs.first_row != ours.first_row:
+            raise taken
+        if (theirs.rows, theirs.cursor) != (ours.rows, ours.cursor):
+            raise OvertakenError(f"{self.out}/{name}: another start of builder {self.partition} was faster; run again")
+        try:
+            entry = ShardEntry(shard=name, rows=ours.rows, bytes=ours.bytes, sha256="", sidecar_sha256="")
+            there = store.Shard(self.out, entry, self.fingerprint, preload=self.out.far)
+            rows, digest = there.rows(0, ours.rows), there.sha256()
+        except CacheDamaged:
+            raise taken from None
+        for array in ("input_ids", "loss_mask", "doc_starts"):
+            if not np.array_equal(rows[array], np.concatenate([piece[array] for piece in self._pending])):
+                raise taken
+        with contextlib.suppress(FileExistsError):  # put meanwhile
+            return self._commit(dataclasses.replace(ours, sha256=digest))
+        return store.read_sidecar(self.out, name)[1]
 
 
 def _kind(name: str) -> str | None:
@@ -405,9 +437,10 @@ def gather(folder: Location, builders: int, fingerprint: Fingerprint) -> dict[st
     """Return all builders' shards in row order; CacheDamaged unless all have ended and their shards are there."""
     gathered: dict[str, list[ShardEntry]] = {split: [] for split in fmt.SERIES}
     for split in fmt.SERIES:
+        numbers = store.committed(folder, split)
         for number in range(builders):
             partition = Partition(number, builders)
-            found = list(store.read_sidecars(folder, split, number, builders))
+            found = list(store.read_sidecars(folder, split, number, builders, numbers))
             part = read_part(folder, partition, fingerprint)
             wanted = -1 if part is None else getattr(part, f"{split}_shards")
             if len(found) != wanted or any(sidecar.fingerprint != fingerprint for sidecar, _ in found):

@@ -124,15 +124,17 @@ class RemoteFolder:
         extra = URL_EXTRAS.get(url.replace("::", "://").split("://")[0])
         fsspec = require("fsspec.core", extra or "gcs")
         try:
-            # No listing is remembered. "::" chains file systems; their options are each driver's own.
-            options = {} if "::" in url else {"use_listings_cache": False, "skip_instance_cache": False}
+            # No listing is remembered, but those of the Hub, which counts requests, by this object alone. "::" chains
+            # file systems; their options are each driver's own.
+            hub = url.startswith("hf://")
+            options = {} if "::" in url else {"use_listings_cache": hub, "skip_instance_cache": hub}
             self._fs, root = fsspec.url_to_fs(url, **options)
         except ImportError as error:
             cure = f": pip install 'qat-lora[{extra}]'" if extra else f" ({_reason(error, url)})"
             raise MissingExtraError(f"{url}: its driver is not installed{cure}") from None
         except ValueError as error:
             reason = _reason(error, url)
-            raise CacheError(f"{url}: {reason}; allowed: a folder, gs://…, s3://… or another URL of fsspec") from None
+            raise CacheError(f"{url}: {reason}; allowed: a folder, gs://…, s3://…, hf://… or more of fsspec") from None
         except Exception as error:
             reason = _reason(error, url)
             raise CacheError(f"{url}: cannot be reached ({reason}); check the address and the credentials") from error
@@ -193,7 +195,7 @@ class RemoteFolder:
         An object that is there with these very bytes counts as put: the answer to an earlier attempt was lost, or a
         build was killed before it put the sidecar of the shard.
         """
-        self._require_create()
+        self.require_create()
         data = b"".join(chunks)
         atomic.failpoint(f"{kind}-opened")
         with self._writing(name):
@@ -220,7 +222,7 @@ class RemoteFolder:
 
     def lock(self, name: str, kind: atomic.Lock) -> contextlib.AbstractContextManager[None]:
         """Hold no lock: names that are never replaced need none."""
-        self._require_create()
+        self.require_create()
         return contextlib.nullcontext()
 
     def _path(self, name: str) -> str:
@@ -233,8 +235,11 @@ class RemoteFolder:
     def _holds(self, name: str, data: bytes) -> bool:
         return self.size(name) == len(data) and b"".join(self.chunks(name)) == data
 
-    def _require_create(self) -> None:
+    def require_create(self) -> None:
         """Refuse to write through a driver that knows no create-only put: it would overwrite without a word."""
+        if self.url.startswith("hf://"):  # its driver takes the mode and overwrites
+            remedy = "build on a disk or in a bucket (gs://, s3://), then send it with `qat-lora cache push`"
+            raise CacheError(f"--out {self}: is on the Hub, which caches are read from but not built in; {remedy}")
         put = getattr(type(self._fs), "_pipe_file" if self._fs.async_impl else "pipe_file")
         if "mode" not in inspect.signature(put).parameters:
             driver = type(self._fs).__module__.split(".")[0]

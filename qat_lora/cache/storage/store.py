@@ -84,9 +84,11 @@ def noted_fingerprint(place: Location) -> Fingerprint | None:
     return None
 
 
-def read_sidecars(place: Location, split: str, builder: int, builders: int) -> Iterator[tuple[Sidecar, ShardEntry]]:
-    """Yield a builder's committed shards of a split in order; CacheDamaged for a gap, and as of `read_sidecar`."""
-    numbers = [number for number in committed(place, split) if number % builders == builder]
+def read_sidecars(
+    place: Location, split: str, builder: int, builders: int, listed: Sequence[int]
+) -> Iterator[tuple[Sidecar, ShardEntry]]:
+    """Yield a builder's shards, of those that are `committed`; CacheDamaged for a gap, and as of `read_sidecar`."""
+    numbers = [number for number in listed if number % builders == builder]
     names = [fmt.shard_name(split, number) for number in numbers]
     for index, number in enumerate(numbers):
         expected = index * builders + builder
@@ -230,13 +232,17 @@ class Shard:
 
     def check_sha256(self) -> None:
         """Raise CacheDamaged unless the whole shard has the sha256 that was written."""
+        check_digest(self._place, self._entry, self.sha256())
+
+    def sha256(self) -> str:
+        """Return the sha256 of the whole shard."""
         digest = hashlib.sha256()
         room = np.empty(_CHUNK_BYTES, np.uint8)
         for start in range(0, self._entry.bytes, _CHUNK_BYTES):
             chunk = room[: self._entry.bytes - start]
             self._fill(chunk, start, f"byte {start:,}")
             digest.update(chunk.data)
-        check_digest(self._place, self._entry, digest.hexdigest())
+        return digest.hexdigest()
 
     def _beginning(self, size: int) -> bytes:
         header = np.empty(size, np.uint8)
