@@ -83,5 +83,5 @@ def test_qwen3_06b_in_460_mb():
     def integers(rows, columns):
         return Integers(torch.zeros(rows, columns, dtype=torch.int8), torch.zeros(rows, columns // 64), 64, 2)
 
-    layers, adapter, table, norms = qwen3_sizes(tensors, integers)
+    layers, adapter, table, norms = qwen3_sizes(gptq_tensors, integers)
     assert layers + adapter + 2 * table + norms <= 460e6
