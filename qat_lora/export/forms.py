@@ -31,7 +31,7 @@ class ExportJob:
     container_bits: int | None = None
     exact_only: bool = False
     embedding_bits: float | None = None  # of the embedding and of an LM head without codes; None for as they are
-    importance: Callable[[], Tensor] | None = None  # `embedding.head_importance`: mean square of what the LM head reads
+    importance: Callable[[], Tensor] | None = None  # `integers.head_importance`: mean square of what the LM head reads
 
 
 @dataclass(frozen=True)

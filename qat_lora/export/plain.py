@@ -29,9 +29,8 @@ from qat_lora.files.checksums import NOTE, STATE, TOKENIZER, check_folder, check
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import lora_layers, merge, quant_layers
 from qat_lora.layers.experts import has_split_experts, join_experts, siblings_of
-from qat_lora.models.adapter import CONFIG, WEIGHTS, read_adapter
+from qat_lora.models.adapter import CONFIG, SCALE, WEIGHTS, read_adapter
 from qat_lora.models.copies import GENERATION, copy_files, copy_tokenizer
-from qat_lora.models.engine_adapter import SCALE
 from qat_lora.models.load import DTYPES, cast, save_model
 
 BASE = "base"
