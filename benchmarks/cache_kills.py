@@ -36,8 +36,8 @@ from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
 from qat_lora.cache.build.writer import CacheWriter, Partition, ResumeState
 from qat_lora.cache.format.codec import encode_rows
 from qat_lora.cache.format.records import Fingerprint
-from qat_lora.files import atomic as commit
-from qat_lora.files.atomic import failpoint
+from qat_lora.files import folders as commit
+from qat_lora.files.folders import failpoint
 
 LENGTH, TOP_K, VOCAB, SHARD_ROWS, TRAIN_ROWS, EVAL_ROWS = 32, 8, 512, 4, 22, 3
 FILES = 2 * (-(-TRAIN_ROWS // SHARD_ROWS) + 1) + 1

@@ -28,10 +28,9 @@ from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.files import outputs
 from qat_lora.files.checksums import WEIGHTS, checkpoint_sha256, read_object
 from qat_lora.files.gguf_header import GGUF, read_header
-from qat_lora.models.device_map import DispatchedCausalLM, load_dispatched
 from qat_lora.models.from_gguf import check_tokens
-from qat_lora.models.llama_cpp import LlamaCppModel
 from qat_lora.models.load import PATTERNS, CausalLM, load_model, load_tokenizer, resolve_model, tokenizer_sha256
+from qat_lora.models.teachers import DispatchedCausalLM, LlamaCppModel, load_dispatched
 from qat_lora.options import AuditOptions, CacheBuildOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import made_with

@@ -30,9 +30,7 @@ from qat_lora.commands.recover import recover
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, open_documents
 from qat_lora.errors import TextError
-from qat_lora.evaluate.page import html_report
-from qat_lora.evaluate.plots import plot_report
-from qat_lora.evaluate.report import markdown_table, save_json, table_rows, text_table
+from qat_lora.evaluate.report import html_report, markdown_table, plot_report, save_json, table_rows, text_table
 from qat_lora.evaluate.score import recovery
 from qat_lora.files import outputs
 from qat_lora.files.checksums import seal

@@ -15,10 +15,8 @@ from qat_lora.data.sources import Document, TextConfig, describe_source, open_do
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.damage import Damage, damage_report
 from qat_lora.evaluate.health import continue_greedily, health, take_prompts
-from qat_lora.evaluate.page import html_report
-from qat_lora.evaluate.plots import plot_report
 from qat_lora.evaluate.protocols import BLOCK, block_rows, sliding_rows
-from qat_lora.evaluate.report import SCHEMA, markdown_report, save_json, terminal_report
+from qat_lora.evaluate.report import SCHEMA, html_report, markdown_report, plot_report, save_json, terminal_report
 from qat_lora.evaluate.score import measure
 from qat_lora.evaluate.tally import Tally, bootstrap, interval, join, pairs
 from qat_lora.evaluate.tasks import check_tasks, run_tasks

@@ -10,7 +10,7 @@ import click
 
 import qat_lora
 from qat_lora.errors import ConfigError
-from qat_lora.files.atomic import write_new
+from qat_lora.files.folders import write_new
 from qat_lora.registry import COMMANDS
 from qat_lora.terminal import echo
 

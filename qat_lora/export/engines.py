@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora.errors import ConfigError
-from qat_lora.export.embedding import dense_tables
 from qat_lora.export.ggml_blocks import BLOCK, SUPER
 from qat_lora.export.gguf_model import own_tensors
+from qat_lora.export.integers import dense_tables
 from qat_lora.layers.convert import block_of
 from qat_lora.models.load import CausalLM
 from qat_lora.quant.allocate import Engine

@@ -31,7 +31,7 @@ class ExportJob:
     container_bits: int | None = None
     exact_only: bool = False
     embedding_bits: float | None = None  # of the embedding and of an LM head without codes; None for as they are
-    importance: Callable[[], Tensor] | None = None  # `embedding.head_importance`: mean square of what the LM head reads
+    importance: Callable[[], Tensor] | None = None  # `integers.head_importance`: mean square of what the LM head reads
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class Form(NamedTuple):
 
 
 FORMS = {
-    "merged": Form("merged", "transformers"),
-    "adapter": Form("pair", "peft"),
-    "compressed-tensors": Form("compressed", "transformers", "compressed_tensors"),
+    "merged": Form("plain:plan_merged", "transformers"),
+    "adapter": Form("plain:plan_pair", "peft"),
+    "compressed-tensors": Form("packed:plan_compressed", "transformers", "compressed_tensors"),
     "gguf": Form("gguf", "gguf", "gguf"),
     "gguf-merged": Form("gguf:plan_merged", "gguf", "gguf", "float16"),
-    "gptq": Form("gptq", "transformers", dtype="float16"),
+    "gptq": Form("packed:plan_gptq", "transformers", dtype="float16"),
     "mlx": Form("mlx", "mlx", dtype="float16"),
-    "pt": Form("state_dict", "pytorch"),
+    "pt": Form("plain:plan_state", "pytorch"),
 }

@@ -25,9 +25,17 @@ from torch import Tensor
 
 from qat_lora.errors import ConfigError
 from qat_lora.export import integers as containers
-from qat_lora.export.embedding import dense_tables, quantized_table
 from qat_lora.export.forms import ExportJob, ExportPlan
-from qat_lora.export.integers import Integers, affine, cut_group, packable, rounded, save_packed
+from qat_lora.export.integers import (
+    Integers,
+    affine,
+    cut_group,
+    dense_tables,
+    packable,
+    quantized_table,
+    rounded,
+    save_packed,
+)
 from qat_lora.files.checksums import seal
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import block_of, lora_layers

@@ -1,9 +1,15 @@
-"""A run's own files: listed before they are written, replaced atomically, never written over somebody else's.
+"""Files that are whole or not there, locks, and a run's own files: listed first, never written over anybody else's.
 
 A run keeps a list of the files it writes (`qat_lora_files.txt`). `--overwrite` removes the listed files and no others,
 and a name that is taken by an unlisted file is refused. The usual alternative, a run that owns its folder and
 everything in it, deletes what people put there. The list is a write-ahead log: a kill leaves no file of a run unlisted.
 Files are known by name only, so a user's file under a listed name counts as the run's.
+
+A new file appears whole or not at all: temporary file, fsync, link, fsync of the folder. Writing under the final name
+leaves half a file after a kill, and rename without fsync leaves an empty one after a power cut. Rename also overwrites
+what another process has just finished; `link` refuses. The lock is `flock`, because the kernel drops it with the
+process, while a lock *file* would outlive a kill and block the next run. `failpoint` lets the tests kill a process at
+each named step: kills at random times almost never land inside a commit.
 
 A file is replaced by one rename. A folder cannot be, because rename refuses a target that is not empty. So the new
 folder is filled under another name, the old one is renamed away, the new one takes its name, other people's files move
@@ -12,17 +18,20 @@ between the two renames, the old folder under its other name, which `restore_dir
 into the folder itself could leave new factors with an old base, and nothing would notice when they are loaded.
 """
 
-import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
 import shutil
+import signal
 import stat
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 from qat_lora.errors import DamagedFileError, OutputExistsError
 
@@ -30,6 +39,10 @@ MARK, LIST = "qat_lora_run.json", "qat_lora_files.txt"
 LAST = ("config.json", "adapter_config.json", "base.gguf")  # files without which nothing loads a folder
 _HEADER = re.compile(rb"# qat-lora ([a-z ]+): ")
 _runs: dict[str, set[str]] = {}  # the folders that this process holds, and what their runs have listed
+FAILPOINT_STEPS = ("opened", "started", "written", "synced", "linked", "durable")  # of a commit: `<kind>-<step>`
+Lock = Literal["exclusive", "shared", "waiting"]  # `waiting` is exclusive too, and waits where others are refused
+_reached: Counter[str] = Counter()
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 def hold(root: Path, names: set[str]) -> None:
@@ -72,7 +85,7 @@ def listed(root: Path) -> tuple[str | None, set[str]]:
         raise DamagedFileError(f"{root / LIST}: is not what was written, so what is the run's is not known; {remedy}")
     names = set()
     for line in data.split(b"\n")[1:-1]:
-        with contextlib.suppress(ValueError):
+        with suppress(ValueError):
             name = json.loads(line[9:])
             if isinstance(name, str) and line + b"\n" == _line(name).encode():
                 names |= {name} if name and not {"..", "/"} & set(PurePosixPath(name).parts) else set()
@@ -323,7 +336,7 @@ def _dissolve(old: Path, home: Path) -> None:
                 _carry(path, home / inside / part)
         if not (names or folders) and inside.parts:
             _carry(Path(folder), home / inside)
-        with contextlib.suppress(OSError):  # it holds something that could not go home
+        with suppress(OSError):  # it holds something that could not go home
             os.rmdir(folder)
 
 
@@ -348,7 +361,7 @@ def remove_listed(root: Path, names: set[str]) -> None:
     parents = {parent for name in names for parent in PurePosixPath(name).parents}
     for parent in sorted(parents, key=lambda parent: -len(parent.parts)):
         if parent.parts and _leads_to(root, f"{parent}/x"):
-            with contextlib.suppress(OSError):  # it holds something of others
+            with suppress(OSError):  # it holds something of others
                 os.rmdir(root / parent)
 
 
@@ -383,3 +396,74 @@ def fsync(path: Path) -> None:
 
 def _set_aside(final: Path) -> Path:
     return final.with_name(f".{final.name}.old")
+
+
+def failpoint(name: str) -> None:
+    """Kill this process if QAT_LORA_FAILPOINT is `name`, or `name:3` on the third time; for tests only."""
+    if "QAT_LORA_FAILPOINT" not in os.environ:
+        return  # uncounted: a forked test sets it in the child
+    point, _, times = os.environ["QAT_LORA_FAILPOINT"].partition(":")
+    _reached[name] += 1
+    if point == name and _reached[name] == int(times or 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_new(path: Path, chunks: Iterable[bytes | memoryview], kind: str) -> tuple[int, str]:
+    """Write a file, which appears whole under a name that must be free, and stays; return its bytes and its sha256.
+
+    FileExistsError: `path` is there already, untouched; OSError: disk full, no permission; nothing is left behind.
+    """
+    partial, digest, size = path.with_name(f".{path.name}.tmp"), hashlib.sha256(), 0
+    ours(partial), ours(path)
+    try:
+        with open(partial, "xb") as file:
+            failpoint(f"{kind}-opened")
+            for number, chunk in enumerate(chunks):
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+                if number == 0:
+                    file.flush()
+                    failpoint(f"{kind}-started")
+            failpoint(f"{kind}-written")
+            file.flush()
+            os.fsync(file.fileno())
+        failpoint(f"{kind}-synced")
+        try:
+            os.link(partial, path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            # Some network and FAT file systems have no links. Our lock keeps other builders out of this gap.
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+            os.rename(partial, path)
+        failpoint(f"{kind}-linked")
+    finally:
+        partial.unlink(missing_ok=True)
+    fsync(path.parent)
+    failpoint(f"{kind}-durable")
+    return size, digest.hexdigest()
+
+
+@contextmanager
+def lock(path: Path, kind: Lock) -> Iterator[None]:
+    """Hold a lock on a file, freed by the kernel if the process dies; OutputExistsError if another process holds it."""
+    import fcntl
+
+    if not path.exists():
+        ours(path)
+    operation = fcntl.LOCK_SH if kind == "shared" else fcntl.LOCK_EX
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with os.fdopen(descriptor, "r+b", buffering=0) as file:
+        try:
+            fcntl.flock(file, operation if kind == "waiting" else operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = file.read(32).decode("ascii", "replace").strip() or "unknown"
+            what = f"another builder is writing there (process {holder})"
+            remedy = "wait for it, stop it, or choose another --out"
+            raise OutputExistsError(f"--out {path.parent}: {what}; {remedy}") from None
+        if kind == "exclusive":
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n".encode())
+        yield

@@ -96,7 +96,7 @@ def _mlx(state: Tensors, layer: str, settings: dict[str, Any]) -> Tensor:
 
 
 def _compressed(state: Tensors, layer: str, settings: dict[str, Any]) -> Tensor:
-    """`export/compressed.py` writes the format."""
+    """`export/packed.py` writes the format."""
     unpacked = require("compressed_tensors.compressors.pack_quantized.helpers", "export").unpack_from_int32
     groups = settings["config_groups"].values()
     bits = {target: group["weights"]["num_bits"] for group in groups for target in group["targets"]}

@@ -13,8 +13,15 @@ from qat_lora.errors import ModelError
 from qat_lora.files.checksums import checkpoint_sha256, model_files
 from qat_lora.files.gguf_header import BASE, GGUF, read_header
 from qat_lora.layers.convert import bits_per_weight, lora_layers, prepare_base, quant_layers, weight_count
-from qat_lora.models.adapter import CONFIG, WEIGHTS, check_tokenizer, load_adapter, read_adapter
-from qat_lora.models.engine_adapter import engine_adapter, load_engine_adapter
+from qat_lora.models.adapter import (
+    CONFIG,
+    WEIGHTS,
+    check_tokenizer,
+    engine_adapter,
+    load_adapter,
+    load_engine_adapter,
+    read_adapter,
+)
 from qat_lora.models.from_gguf import check_tokens
 from qat_lora.models.hub import DEFAULT_HUB, HubConfig, local_tokenizer
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, resolve_model

@@ -16,8 +16,8 @@ from qat_lora.errors import ConfigError, MissingExtraError, ModelError
 from qat_lora.files.gguf_header import GGUF
 from qat_lora.layers.stacked import forget_layers, stack_layers
 from qat_lora.models.hub import HubConfig
-from qat_lora.models.llama_cpp import LlamaCppModel
 from qat_lora.models.load import FILE_SUFFIXES, CausalLM, load_tokenizer, resolve_model, tokenizer_sha256
+from qat_lora.models.teachers import LlamaCppModel
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.terminal import redact

@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qat_lora.errors import DamagedFileError, InterruptedRunError
-from qat_lora.files.atomic import failpoint
 from qat_lora.files.checksums import check_sums, write_sums
-from qat_lora.files.folders import atomic_dir, discard, is_ours, remove_leftovers
+from qat_lora.files.folders import atomic_dir, discard, failpoint, is_ours, remove_leftovers
 from qat_lora.layers.calibrate.finished import Kept, Work
 
 FOLDER = "unfinished"

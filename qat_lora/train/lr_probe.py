@@ -26,10 +26,9 @@ import torch
 from tqdm.auto import tqdm
 
 from qat_lora.errors import ConfigError, DivergedError, InterruptedRunError, ModelError, QatLoraError, ReplicaError
-from qat_lora.files.atomic import failpoint
 from qat_lora.files.checksums import read_object
 from qat_lora.files.finite import json_text
-from qat_lora.files.folders import write_text
+from qat_lora.files.folders import failpoint, write_text
 from qat_lora.train.callbacks import Progress, Run
 from qat_lora.train.checkpoint import optimizer_views, random_states, set_random_states
 from qat_lora.train.metrics import MetricsLog

@@ -12,7 +12,7 @@ from pathlib import Path
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-from qat_lora.files.atomic import failpoint
+from qat_lora.files.folders import failpoint
 
 
 class Bucket(AbstractFileSystem):

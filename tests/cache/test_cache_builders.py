@@ -139,7 +139,7 @@ PROCESSES = r"""
 import json, os, signal, sys
 from pathlib import Path
 import numpy as np
-from qat_lora.files.atomic import FAILPOINT_STEPS
+from qat_lora.files.folders import FAILPOINT_STEPS
 from qat_lora.cache.format.records import Fingerprint
 from qat_lora.cache.build.writer import Partition
 from qat_lora.cache.build.writer import CacheWriter

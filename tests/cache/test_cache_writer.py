@@ -13,7 +13,7 @@ from qat_lora.cache.format.records import to_json
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.store import read_manifest, verify_cache
 from qat_lora.errors import CacheDamaged, CacheError, OutputExistsError
-from qat_lora.files import atomic as commit
+from qat_lora.files import folders as commit
 from qat_lora.files import outputs
 
 
@@ -30,7 +30,7 @@ KILLS = r"""
 import json, os, signal, sys
 from pathlib import Path
 import numpy as np
-from qat_lora.files.atomic import FAILPOINT_STEPS, failpoint
+from qat_lora.files.folders import FAILPOINT_STEPS, failpoint
 from qat_lora.cache.format.records import Fingerprint
 from qat_lora.cache.build.writer import CacheWriter
 assert "torch" not in sys.modules

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 from test_evaluate_report_card import FULL, REPORTS, report
 
-from qat_lora.evaluate.page import WIDTH, _sizes, html_report
+from qat_lora.evaluate.report import WIDTH, _sizes, html_report
 
 
 class Tags(HTMLParser):

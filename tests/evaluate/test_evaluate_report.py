@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from qat_lora.evaluate.plots import colours_of, plot_report
-from qat_lora.evaluate.report import markdown_table, save_json, table_rows, text_table
+from qat_lora.evaluate.report import colours_of, markdown_table, plot_report, save_json, table_rows, text_table
 
 SCORES = {
     "teacher": {"ppl": 12.3456, "nll": 2.51, "kl": 0.0, "top1": 1.0, "tokens": 99},

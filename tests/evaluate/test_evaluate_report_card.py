@@ -6,7 +6,7 @@ import math
 import pytest
 
 from qat_lora.evaluate import report as card
-from qat_lora.evaluate.plots import plot_report
+from qat_lora.evaluate.report import plot_report
 from qat_lora.evaluate.tally import BINS
 
 

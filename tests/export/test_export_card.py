@@ -8,7 +8,7 @@ import yaml
 from qat_lora.errors import ConfigError, DamagedFileError, ModelError
 from qat_lora.export.card import DATASET, MODEL, Card, labelled, model_card, read_origin, read_scores
 from qat_lora.export.forms import FORMS, display_name
-from qat_lora.export.pair import save_adapter_copy, save_pair
+from qat_lora.export.plain import save_adapter_copy, save_pair
 from qat_lora.files.outputs import claim
 from qat_lora.models.adapter import CONFIG
 

@@ -8,8 +8,8 @@ from toy_pipeline import call, export_options, quantize_options
 
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError
-from qat_lora.export import embedding
-from qat_lora.export.embedding import dense_tables, head_importance, quantized_table
+from qat_lora.export import integers as containers
+from qat_lora.export.integers import dense_tables, head_importance, quantized_table
 from qat_lora.models.load import load_model
 from qat_lora.options import ExportOptions
 from qat_lora.quant.presets import preset
@@ -35,11 +35,11 @@ def test_columns_that_count_more_are_kept_better(monkeypatch):
     torch.manual_seed(0)
     weight, spec = torch.randn(40, 64), preset("q4_0").spec_for("embedding")
     importance = torch.rand(64) ** 8
-    monkeypatch.setattr(embedding, "PIECE", 16 * 64)
+    monkeypatch.setattr(containers, "PIECE", 16 * 64)
     weighted, alike = (quantized_table(weight, spec, given) for given in (importance, None))
     cost = [((q.dense(spec) - weight).double() ** 2 * importance).sum() for q in (weighted, alike)]
     assert cost[0] < 0.9 * cost[1]
-    monkeypatch.setattr(embedding, "PIECE", 64 * 64)
+    monkeypatch.setattr(containers, "PIECE", 64 * 64)
     whole = quantized_table(weight, spec, importance)
     assert torch.equal(whole.dense(spec), weighted.dense(spec))
 

@@ -9,8 +9,8 @@ from toy_export import bare_layer, qwen3_sizes
 from toy_pipeline import call, export_options
 
 from qat_lora.errors import ModelError
-from qat_lora.export.gptq import tensors, to_gptq
 from qat_lora.export.integers import Integers
+from qat_lora.export.packed import gptq_tensors, to_gptq
 from qat_lora.layers.convert import quant_layers
 from qat_lora.models.load import load_model
 from qat_lora.quant.presets import PRESETS
@@ -48,7 +48,7 @@ def test_exact(preset, bits):
     module = torch.nn.Module()
     module.layer = layer
     found = to_gptq(module)["layer"]
-    parts = tensors(found)
+    parts = gptq_tensors(found)
     assert found.error == 0 and found.bits == bits
     assert parts["qweight"].shape == (128 * bits // 32, 64) and parts["scales"].shape == (128 // found.group_size, 64)
     assert torch.equal(decoded(parts, bits, 128), layer.weight.detach().double())
@@ -83,5 +83,5 @@ def test_qwen3_06b_in_460_mb():
     def integers(rows, columns):
         return Integers(torch.zeros(rows, columns, dtype=torch.int8), torch.zeros(rows, columns // 64), 64, 2)
 
-    layers, adapter, table, norms = qwen3_sizes(tensors, integers)
+    layers, adapter, table, norms = qwen3_sizes(gptq_tensors, integers)
     assert layers + adapter + 2 * table + norms <= 460e6

@@ -9,7 +9,7 @@ import torch
 from toy_pipeline import call, export_options
 
 from qat_lora.errors import ModelError
-from qat_lora.export import merged
+from qat_lora.export import plain
 from qat_lora.export.forms import ExportJob
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import load_model
@@ -57,4 +57,4 @@ def test_a_quantised_student_without_adapter_merges_too(student, tmp_path):
 def test_a_plain_model_is_refused(tiny):
     student = open_student(str(tiny.teacher), HubConfig())
     with pytest.raises(ModelError, match="nothing to merge"):
-        merged.plan(ExportJob("teacher", student, None, None, "float32"))
+        plain.plan_merged(ExportJob("teacher", student, None, None, "float32"))

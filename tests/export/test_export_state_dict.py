@@ -8,7 +8,7 @@ from toy_pipeline import call, export_options
 
 from qat_lora.commands.export import FORMS
 from qat_lora.errors import ModelError
-from qat_lora.export import state_dict
+from qat_lora.export import plain
 from qat_lora.export.forms import usage
 from qat_lora.export.hub import files_to_upload
 from qat_lora.files.checksums import STATE
@@ -31,7 +31,7 @@ def test_the_student_comes_back_from_its_tensors(adapted, tmp_path, monkeypatch)
     wanted, tensors = logits(model), model.module.state_dict()
     monkeypatch.chdir(out)
     found = {}
-    assert state_dict.__name__.endswith(FORMS["pt"].module)
+    assert FORMS["pt"].module == f"{plain.__name__.rpartition('.')[2]}:{plain.plan_state.__name__}"
     exec(usage("pt", False), found)  # as the card says it, with weights_only=True
     assert found["state"].keys() == tensors.keys()
     assert all(torch.equal(found["state"][name], tensor) for name, tensor in tensors.items())

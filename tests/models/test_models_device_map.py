@@ -9,8 +9,8 @@ from torch import nn
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cli import main
 from qat_lora.errors import DeviceError, MissingExtraError, ModelError
-from qat_lora.models.device_map import DispatchedCausalLM, load_dispatched
 from qat_lora.models.load import load_model
+from qat_lora.models.teachers import DispatchedCausalLM, load_dispatched
 from qat_lora.runtime.native import NativeRuntime
 
 pytest.importorskip("accelerate")

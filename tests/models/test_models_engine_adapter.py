@@ -13,7 +13,7 @@ from qat_lora.errors import ModelError, QatLoraError
 from qat_lora.export.forms import FORMS
 from qat_lora.files.checksums import seal
 from qat_lora.layers.convert import lora_layers
-from qat_lora.models.engine_adapter import engine_adapter
+from qat_lora.models.adapter import engine_adapter
 from qat_lora.models.student import open_student
 
 IDS = torch.arange(3, 35).reshape(1, 32)

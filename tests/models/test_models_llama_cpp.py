@@ -15,8 +15,8 @@ from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.store import read_manifest
 from qat_lora.errors import ConfigError, MissingExtraError, ModelError
 from qat_lora.export import gguf
-from qat_lora.models.llama_cpp import LlamaCppModel
 from qat_lora.models.load import load_model, load_tokenizer
+from qat_lora.models.teachers import LlamaCppModel
 from qat_lora.options import AuditOptions
 
 

@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 
 from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError, QatLoraError
 from qat_lora.extras import URL_EXTRAS, require
-from qat_lora.files import atomic
+from qat_lora.files import folders
 from qat_lora.terminal import redact
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*(://|::)")
@@ -41,7 +41,7 @@ _REQUEST_BYTES = 8 << 20  # of one request when an object is read piece by piece
 
 
 class LocalFolder:
-    """A folder of this machine's file systems; `files.atomic` has the mechanics of its writes and locks.
+    """A folder of this machine's file systems; `files.folders` has the mechanics of its writes and locks.
 
     Its methods are those of every location; `str` of it is what the user gave. Names are file names, never paths.
     Reading a name that is not there raises FileNotFoundError; reading a link or no plain file, CacheDamaged.
@@ -98,7 +98,7 @@ class LocalFolder:
 
     def write_new(self, name: str, chunks: Iterable[bytes | memoryview], kind: str) -> tuple[int, str]:
         """Write a file that must not exist yet, whole or not at all; return its size and sha256."""
-        return atomic.write_new(self.path / name, chunks, kind)
+        return folders.write_new(self.path / name, chunks, kind)
 
     def delete(self, name: str) -> None:
         """Remove a file; no error if it is gone."""
@@ -109,9 +109,9 @@ class LocalFolder:
         path = Path(os.path.abspath(self.path))
         return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
 
-    def lock(self, name: str, kind: atomic.Lock) -> contextlib.AbstractContextManager[None]:
+    def lock(self, name: str, kind: folders.Lock) -> contextlib.AbstractContextManager[None]:
         """Hold a lock; OutputExistsError if somebody has it, unless `kind` is to wait."""
-        return atomic.lock(self.path / name, kind)
+        return folders.lock(self.path / name, kind)
 
 
 class RemoteFolder:
@@ -197,7 +197,7 @@ class RemoteFolder:
         """
         self.require_create()
         data = b"".join(chunks)
-        atomic.failpoint(f"{kind}-opened")
+        folders.failpoint(f"{kind}-opened")
         with self._writing(name):
             try:
                 self._fs.pipe_file(self._path(name), data, mode="create")
@@ -212,7 +212,7 @@ class RemoteFolder:
             stored = known or self._holds(name, data)
         if not stored:
             raise OSError(errno.EIO, f"{name} is stored with other bytes than were sent")
-        atomic.failpoint(f"{kind}-durable")
+        folders.failpoint(f"{kind}-durable")
         return len(data), hashlib.sha256(data).hexdigest()
 
     def delete(self, name: str) -> None:
@@ -220,7 +220,7 @@ class RemoteFolder:
         with self._writing(name), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
 
-    def lock(self, name: str, kind: atomic.Lock) -> contextlib.AbstractContextManager[None]:
+    def lock(self, name: str, kind: folders.Lock) -> contextlib.AbstractContextManager[None]:
         """Hold no lock: names that are never replaced need none."""
         self.require_create()
         return contextlib.nullcontext()
