@@ -1,7 +1,7 @@
 """Weights that train inside their own quantiser: a float weight, rounded in every forward, straight-through behind.
 
 Codes cannot train, since rounding has no slope; so a float weight is kept as well, the *latent* weight, and the layer
-computes with the nearest code times its scale (`quant.fake_quantize`). `Latent` trains the weight itself, as
+computes with the nearest code times its scale (`codes.fake_quantize`). `Latent` trains the weight itself, as
 EfficientQAT and ParetoQ do; `LatentChange` a low-rank change of it, as LR-QAT, with nothing to merge later: the codes
 of the sum *are* the result. An adapter outside is stronger at equal rank, and costs bits and time forever.
 
@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat_lora.quant.codes import decode
-from qat_lora.quant.fake_quantize import as_stored, round_through
+from qat_lora.quant.codes import as_stored, decode, round_through
 from qat_lora.quant.scales import TINY, away_from_zero
 from qat_lora.runtime.precision import exact_addmm
 
