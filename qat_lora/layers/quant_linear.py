@@ -28,18 +28,17 @@ from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.calibrate.upcast import UpcastEmbedding
-from qat_lora.layers.latent import Latent, LatentChange, LookUp, Range, nearest_start
-from qat_lora.quant.codes import (
+from qat_lora.layers.latent import (
     Gradient,
+    Latent,
+    LatentChange,
+    LookUp,
+    Range,
     as_stored,
-    code_values,
-    decode,
     fake_quantize,
-    nearest,
-    pack,
-    packed_width,
-    unpack,
+    nearest_start,
 )
+from qat_lora.quant.codes import code_values, decode, nearest, pack, packed_width, unpack
 from qat_lora.quant.initialize import QuantizedWeight
 from qat_lora.quant.scales import Meaning, away_from_zero, meaning, pack_whole, scale_shapes, unpack_whole, whole_shapes
 from qat_lora.quant.spec import QuantSpec

@@ -40,7 +40,7 @@ from qat_lora.layers.experts import tokens_of
 from qat_lora.quant.initialize import NEED_TEXT
 from qat_lora.runtime.host.machine import give_back
 
-NAME = ".scratch"
+SCRATCH = ".scratch"
 Zeros = Callable[..., Tensor]  # from a shape to a float32 tensor of zeros on the host
 
 
@@ -49,7 +49,7 @@ def zeros_in(folder: Path) -> Zeros:
 
     def zeros(*shape: int) -> Tensor:
         count = math.prod(shape)
-        path = ours(folder / NAME)
+        path = ours(folder / SCRATCH)
         path.unlink(missing_ok=True)  # of a run that was killed right here
         try:
             with path.open("xb") as file:
