@@ -73,7 +73,7 @@ def export_cache(path: str, parquet: bool, out: str, split: str, quiet: bool, as
     if not parquet:
         raise click.UsageError("no form given: give --parquet", click.get_current_context())
     from qat_lora.cache.storage.store import read_manifest
-    from qat_lora.cache.tools.parquet import export_parquet
+    from qat_lora.cache.tools.pack import export_parquet
 
     total = sum(shard.bytes for shard in read_manifest(path).shards(split))
     with _byte_bar("export", total, quiet) as bar:

@@ -16,7 +16,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import atomic_dir
-from qat_lora.layers.calibrate.disk_offload import zeros_in
+from qat_lora.layers.calibrate.fisher import zeros_in
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.convert import bits_per_weight, quant_layers, stored_tensors
 from qat_lora.layers.stacked import apart

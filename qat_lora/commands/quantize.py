@@ -14,11 +14,9 @@ from qat_lora.export.gguf_model import architecture
 from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import moved_into
-from qat_lora.layers.calibrate.disk_offload import zeros_in
-from qat_lora.layers.calibrate.finished import Kept, Work
-from qat_lora.layers.calibrate.fisher import Sensitivity, drawn_in_pieces, sensitivities
+from qat_lora.layers.calibrate.fisher import Sensitivity, drawn_in_pieces, sensitivities, zeros_in
 from qat_lora.layers.calibrate.fit import FitSettings
-from qat_lora.layers.calibrate.quantize import FEWEST_TOKENS, LayerFitter, quantize_layers, second_moments
+from qat_lora.layers.calibrate.quantize import FEWEST_TOKENS, Kept, LayerFitter, Work, quantize_layers, second_moments
 from qat_lora.layers.calibrate.sequential import quantize_sequential
 from qat_lora.layers.calibrate.upcast import upcast
 from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, quant_layers, reach_of, rule_bits

@@ -12,7 +12,7 @@ from qat_lora.export.gguf_model import architecture
 from qat_lora.files.checksums import checkpoint_sha256, sha256_of
 from qat_lora.files.folders import atomic_dir
 from qat_lora.files.gguf_header import ADAPTER, GGUF
-from qat_lora.layers.calibrate.disk_offload import zeros_in
+from qat_lora.layers.calibrate.fisher import zeros_in
 from qat_lora.layers.convert import add_lora
 from qat_lora.models.adapter import STARTS, allocated_ranks, load_starts, save_adapter
 from qat_lora.models.copies import copy_tokenizer, save_with_tensors

@@ -1,7 +1,7 @@
 """Convert a whole model: linear layers to quantised ones, adapters onto them, and both back to dense.
 
 A preset reaches every `nn.Linear` whose name its rules match, and the LM head only where it has a spec for it; an LM
-head that is tied to the embedding, as in most small models, takes the embedding along (`tied_embedding`). A command
+head that is tied to the embedding, as in most small models, takes the embedding along (`TiedEmbedding`). A command
 scans the model once (`check_reach`) and hands the targets on. A rule or pattern that reaches nothing raises: an
 adapter that silently sits nowhere is the worst failure a recovery tool can have.
 """
@@ -16,8 +16,14 @@ from torch import Tensor, nn
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.experts import is_router
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear, share_inputs
-from qat_lora.layers.quant_linear import QuantLinear, dense_linear, join_dense
-from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embedding
+from qat_lora.layers.quant_linear import (
+    QuantLinear,
+    TiedEmbedding,
+    dense_linear,
+    embedding_of,
+    join_dense,
+    tie_embedding,
+)
 from qat_lora.quant.presets import MLP, Preset
 from qat_lora.quant.spec import QuantSpec
 

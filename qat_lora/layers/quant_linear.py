@@ -8,6 +8,12 @@ the layer that computes, bit for bit, and `materialize()` turns the layer into i
 To PEFT and transformers the class is a `torch.nn.Linear` (`weight`, `in_features`, `isinstance`), but `weight` is
 computed: assigning to it, or to its `data`, raises. PEFT merges by `weight.data += delta`, which on a computed tensor
 would silently lose the adapter.
+
+`TiedEmbedding` looks its rows up in a quantised LM head. Small models tie the two, and their matrix is a large share of
+all weights (a quarter in Qwen3-0.6B); as codes for the LM head and floats for the embedding it would take more room
+than before. So the LM head holds codes, scales and whatever trains, and the embedding asks it for its weight.
+transformers ties *parameters* by name and would expect one here; so a checkpoint's config says
+`tie_word_embeddings: false`, and the preset in it says that the two are one.
 """
 
 from __future__ import annotations
@@ -20,13 +26,69 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat_lora.errors import ModelError
-from qat_lora.layers.latent import Latent, LatentChange, LookUp, Range, nearest_start
+from qat_lora.errors import ConfigError, ModelError
+from qat_lora.layers.calibrate.upcast import UpcastEmbedding
+from qat_lora.layers.latent import (
+    Gradient,
+    Latent,
+    LatentChange,
+    LookUp,
+    Range,
+    as_stored,
+    fake_quantize,
+    nearest_start,
+)
 from qat_lora.quant.codes import code_values, decode, nearest, pack, packed_width, unpack
-from qat_lora.quant.fake_quantize import Gradient, as_stored, fake_quantize
 from qat_lora.quant.initialize import QuantizedWeight
 from qat_lora.quant.scales import Meaning, away_from_zero, meaning, pack_whole, scale_shapes, unpack_whole, whole_shapes
 from qat_lora.quant.spec import QuantSpec
+
+
+class TiedEmbedding(nn.Module):
+    """Rows of a quantised LM head, [..., H], for token ids [...]."""
+
+    like: Tensor
+
+    def __init__(self, lm_head: QuantLinear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._lm_head = (lm_head,)  # a tuple hides the submodule: the state dict names its tensors once
+        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
+
+    @property
+    def computes_in(self) -> torch.dtype:
+        """Type of the rows, and so of the model's activations."""
+        return self.like.dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """The effective weight [V, H], formed on access."""
+        return self._lm_head[0].weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look rows up, in the type that the model computes in."""
+        return nn.functional.embedding(ids, self._lm_head[0].effective()).to(self.like.dtype)
+
+
+def embedding_of(model: nn.Module, lm_head: nn.Linear) -> str | None:
+    """Return the name of the embedding that an LM head is tied to, if any; ConfigError: it does more than look up."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.weight is lm_head.weight:
+            if type(module) not in (nn.Embedding, UpcastEmbedding):
+                raise ConfigError(
+                    f"quantize_head: the head is tied to {name}, a {type(module).__name__}, which does more than to "
+                    "look rows up; leave --quantize-head out"
+                )
+            return name
+    return None
+
+
+def tie_embedding(model: nn.Module, name: str, lm_head: QuantLinear) -> None:
+    """Let an embedding look its rows up in a quantised LM head."""
+    table = model.get_submodule(name)
+    assert isinstance(table, nn.Embedding)
+    dtype = torch.float32 if isinstance(table, UpcastEmbedding) else table.weight.dtype
+    model.set_submodule(name, TiedEmbedding(lm_head, dtype))
+
 
 COMPUTED = (
     "weight: a quantised weight is made of codes and scales and cannot be assigned or merged into; "

@@ -2,7 +2,7 @@
 
 `kd` is the distance to the cached teacher, `ce` the cross-entropy with the text's next token, `hard_top1` that with the
 teacher's top-1 token, `hidden` the relative squared error of the last hidden states. Only `kd` is softened, so only it
-carries T². `anchor`, the distance to the student before training, has rows of its own: `train/anchor.py` runs it as a
+carries T². `anchor`, the distance to the student before training, has rows of its own: `train/step.py` runs it as a
 micro-batch through the same function. The config alone decides which terms exist, and their weights at a step come in
 separately: a term that disappeared once its weight had annealed to 0 would change the compiled graph.
 

@@ -11,16 +11,15 @@ from qat_lora.layers.calibrate.fit import TURN_ROUNDS, TURNS
 from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, make_quant_skeleton, quant_layers, reach_of
 from qat_lora.models.load import cast
 from qat_lora.options import QuantizeOptions
-from qat_lora.plan.devices import Device, likely
 from qat_lora.plan.memory import GIB, meta_model
+from qat_lora.plan.step import Device, likely
 from qat_lora.plan.training import device_of
 from qat_lora.quant.gptq import BLOCK
-from qat_lora.quant.initialize import COMPENSATED, ROUNDS, SWEEPS
+from qat_lora.quant.initialize import COMPENSATED, GROUPS, ROUNDS, SWEEPS, TWO_SIDED_ROUNDS
 from qat_lora.quant.presets import preset
 from qat_lora.quant.scales import CLIP_GRID
 from qat_lora.quant.scales import SWEEPS as LOW_RANK_SWEEPS
 from qat_lora.quant.spec import SUPER, QuantSpec
-from qat_lora.quant.two_sided import GROUPS, TWO_SIDED_ROUNDS
 from qat_lora.registry import DryRun, Requirements
 from qat_lora.setup.allocation import choices
 
@@ -94,7 +93,7 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
 
 
 def solver_work(module: torch.nn.Module, options: QuantizeOptions, column_passes: int) -> SolverWork:
-    """Return what `quant/gptq.py` and `quant/two_sided.py` do to a quantised model's layers."""
+    """Return what `quant/gptq.py` and `quant/initialize.py` do to a quantised model's layers."""
     parts, fisher = [], options.metric == "fisher"
     for name, layer in quant_layers(module).items():
         inside = not LM_HEAD.search(name)

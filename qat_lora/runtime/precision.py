@@ -62,7 +62,7 @@ def exact_addmm(c: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
 @torch.library.custom_op("qat_lora::exact_matmul", mutates_args=())  # which a compiler leaves whole
 def _exact_matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.device.type == "xla":
-        from qat_lora.runtime.xla.exact import exact_dot
+        from qat_lora.runtime.xla.loop import exact_dot
 
         return exact_dot(a, b)
     with tf32(False):

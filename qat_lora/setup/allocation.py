@@ -25,14 +25,12 @@ from tqdm.auto import tqdm
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.score import measure
 from qat_lora.export.engines import adapter_bytes, formats, layer_bytes, other_bytes
-from qat_lora.layers.calibrate.finished import Work
 from qat_lora.layers.calibrate.fisher import Sensitivity
 from qat_lora.layers.calibrate.fit import Metric
-from qat_lora.layers.calibrate.quantize import second_moments
+from qat_lora.layers.calibrate.quantize import Work, second_moments
 from qat_lora.layers.convert import LM_HEAD, check_reach, linear_layers, put_quantized
 from qat_lora.layers.experts import has_split_experts
-from qat_lora.layers.quant_linear import QuantLinear
-from qat_lora.layers.tied_embedding import embedding_of
+from qat_lora.layers.quant_linear import QuantLinear, embedding_of
 from qat_lora.models.load import CausalLM
 from qat_lora.options import QuantizeOptions
 from qat_lora.quant.allocate import allocate

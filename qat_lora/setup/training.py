@@ -33,12 +33,11 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.launch.select import status_line
 from qat_lora.runtime.sharded import sharded_bytes
 from qat_lora.setup.common import fit_attention, fits_positions, picture, say
-from qat_lora.train.anchor import remember
 from qat_lora.train.callbacks import LoopHooks, RunSettings
 from qat_lora.train.loop import LoopConfig, train
 from qat_lora.train.metrics import plot_curve
 from qat_lora.train.optim import Groups, TrainState
-from qat_lora.train.step import PreparedObjective
+from qat_lora.train.step import PreparedObjective, remember
 from qat_lora.types import LMHead
 
 MANY_PASSES = 20  # over the same rows, from which on a run says so

@@ -1,6 +1,6 @@
 """The finished pieces of an interrupted run, kept in its folder `unfinished` until the whole is done.
 
-This is the store behind the protocol `layers.calibrate.finished.Work`; the layers know no folder. Every piece is a
+This is the store behind the protocol `layers.calibrate.quantize.Work`; the layers know no folder. Every piece is a
 folder that appears whole or not at all (`files`) and carries its checksums, so whatever a kill leaves can be trusted.
 All checksums are verified before a run goes on. A damaged piece is removed and made again, which gives the same bytes,
 because it is made from the model, the text and earlier pieces, all of them verified.
@@ -18,7 +18,7 @@ from torch import Tensor
 from qat_lora.errors import DamagedFileError, InterruptedRunError
 from qat_lora.files.checksums import check_sums, write_sums
 from qat_lora.files.folders import atomic_dir, discard, failpoint, is_ours, remove_leftovers
-from qat_lora.layers.calibrate.finished import Kept, Work
+from qat_lora.layers.calibrate.quantize import Kept, Work
 
 FOLDER = "unfinished"
 TENSORS, FACTS = "tensors.safetensors", "facts.json"

@@ -20,9 +20,9 @@ from tqdm.auto import tqdm
 
 from qat_lora.config import option, settings
 from qat_lora.errors import ModelError
-from qat_lora.layers.calibrate.blocks import Call, capture_calls, run_block
-from qat_lora.layers.calibrate.disk_offload import Zeros
-from qat_lora.layers.calibrate.finished import Work
+from qat_lora.layers.calibrate.fisher import Zeros
+from qat_lora.layers.calibrate.quantize import Work
+from qat_lora.layers.calibrate.sequential import Call, capture_calls, run_block
 from qat_lora.layers.convert import block_of, linear_layers, quant_layers, scales_by_kind
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.optim import FIRST_LR, Groups, OptimConfig, build_optimizer, set_lr

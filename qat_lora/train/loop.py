@@ -22,7 +22,6 @@ from qat_lora.files.folders import restore_dir
 from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
-from qat_lora.train.anchor import anchor_batches, anchor_micro_batch
 from qat_lora.train.callbacks import (
     LoopConfig,
     LoopHooks,
@@ -47,7 +46,17 @@ from qat_lora.train.optim import (
     set_lr,
     set_peaks,
 )
-from qat_lora.train.step import PreparedObjective, Sums, TrainingRows, add_sums, micro_batch, optimizer_step, zero_sums
+from qat_lora.train.step import (
+    PreparedObjective,
+    Sums,
+    TrainingRows,
+    add_sums,
+    anchor_batches,
+    anchor_micro_batch,
+    micro_batch,
+    optimizer_step,
+    zero_sums,
+)
 
 
 def train(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qat_lora.layers.calibrate.blocks import capture_calls, run_block
+from qat_lora.layers.calibrate.sequential import capture_calls, run_block
 
 
 class Block(nn.Module):

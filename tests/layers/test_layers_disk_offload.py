@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qat_lora.errors import ConfigError
-from qat_lora.layers.calibrate.disk_offload import zeros_in
+from qat_lora.layers.calibrate.fisher import zeros_in
 from qat_lora.runtime.host.machine import give_back
 
 

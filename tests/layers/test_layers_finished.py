@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from qat_lora.layers.calibrate.finished import Finished, finished_of, kept_of
 from qat_lora.layers.calibrate.fit import Fit, FitSettings, fit_layers
+from qat_lora.layers.calibrate.quantize import Finished, finished_of, kept_of
 from qat_lora.quant.presets import PRESETS
 
 SPECS = {name: entry.rules[0][1] for name, entry in PRESETS.items()}

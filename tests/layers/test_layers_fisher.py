@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from qat_lora.layers.calibrate import fisher as sensitivity
-from qat_lora.layers.calibrate.disk_offload import zeros_in
-from qat_lora.layers.calibrate.fisher import drawn_in_pieces, drawn_log_likelihood, sensitivities
+from qat_lora.layers.calibrate.fisher import drawn_in_pieces, drawn_log_likelihood, sensitivities, zeros_in
 
 
 class Toy(nn.Module):

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ModelError
-from qat_lora.layers.latent import LatentChange, LookUp, Range
+from qat_lora.layers.latent import LatentChange, LookUp, Range, fake_quantize
 from qat_lora.layers.quant_linear import Packed, QuantLinear
 from qat_lora.quant.codes import code_values
-from qat_lora.quant.fake_quantize import fake_quantize
 from qat_lora.quant.initialize import quantize_weight
 from qat_lora.quant.spec import QuantSpec
 

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from qat_lora.errors import ConfigError
 from qat_lora.layers.convert import bits_per_weight, merge, put_quantized, quant_layers, tied_embedding
-from qat_lora.layers.quant_linear import QuantLinear
-from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of
+from qat_lora.layers.quant_linear import QuantLinear, TiedEmbedding, embedding_of
 from qat_lora.models.load import cast, load_model
 from qat_lora.quant.initialize import quantize_weight
 from qat_lora.quant.presets import PRESETS

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from qat_lora.layers.latent import fake_quantize, round_through
 from qat_lora.quant.codes import code_values, decode, encode, nearest
-from qat_lora.quant.fake_quantize import fake_quantize, round_through
 from qat_lora.quant.scales import expand, scale_shapes
 from qat_lora.quant.spec import QuantSpec
 

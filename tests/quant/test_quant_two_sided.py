@@ -7,10 +7,9 @@ import pytest
 import torch
 from test_quant_gptq import BLOCKS, SPECS, correlated, weight_of
 
-from qat_lora.quant import two_sided
+from qat_lora.quant import initialize
 from qat_lora.quant.gptq import Curvature
-from qat_lora.quant.initialize import QuantizedWeight, quantize_weight
-from qat_lora.quant.two_sided import refine_rows
+from qat_lora.quant.initialize import QuantizedWeight, quantize_weight, refine_rows
 
 
 def coupled(rows, seed=5):
@@ -115,7 +114,7 @@ def test_steps_that_overshoot_are_refused(monkeypatch):
     weight = weight_of(rows, columns)
     start = quantize_weight(weight, spec, "descent", torch.from_numpy(inputs))
     before = cost(weight, start.dense(spec), inputs, outputs)
-    monkeypatch.setattr(two_sided, "GROUPS", 1)
+    monkeypatch.setattr(initialize, "GROUPS", 1)
     assert cost(weight, refined(weight, spec, start, [inputs], [outputs]).dense(spec), inputs, outputs) <= before
     naive = refine_naively(weight, spec, start, inputs, outputs)
     monkeypatch.undo()
@@ -126,4 +125,4 @@ def refine_naively(weight, spec, start, inputs, outputs):
     """One step of all rows towards the targets of two-sided descent, without a check."""
     pull = torch.from_numpy(outputs).float() @ (weight - start.dense(spec))
     target = start.dense(spec) + pull / torch.from_numpy(np.diag(outputs).copy()).float()[:, None]
-    return two_sided.refine(target, spec, start, Curvature(torch.from_numpy(inputs)), 1)
+    return initialize.refine(target, spec, start, Curvature(torch.from_numpy(inputs)), 1)

@@ -16,8 +16,8 @@ import torch
 
 from qat_lora.commands.bench import load_program
 from qat_lora.quant import gptq, initialize
+from qat_lora.quant.initialize import refine_rows
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.quant.two_sided import refine_rows
 from qat_lora.runtime import loop
 
 pytest.importorskip("torch_xla")

@@ -11,7 +11,7 @@ from qat_lora.layers.convert import quant_layers
 from qat_lora.layers.stacked import parameters_at, stack_layers, trained_paths
 from qat_lora.models.load import make_qwen3
 from qat_lora.quant.presets import preset
-from qat_lora.runtime.xla.exact import exact_dot
+from qat_lora.runtime.xla.loop import exact_dot
 from qat_lora.runtime.xla.runtime import XlaRuntime
 
 

@@ -13,10 +13,9 @@ from qat_lora.errors import InterruptedRunError
 from qat_lora.files.folders import atomic_dir
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.launch.select import select_runtime
-from qat_lora.train.anchor import anchor_batches, anchor_micro_batch, remember
 from qat_lora.train.callbacks import LoopHooks, RunSettings
 from qat_lora.train.loop import train
-from qat_lora.train.step import PreparedObjective, micro_batch
+from qat_lora.train.step import PreparedObjective, anchor_batches, anchor_micro_batch, micro_batch, remember
 
 OBJECTIVE = ObjectiveConfig(anchor_weight=0.5, anchor_samples=5)
 

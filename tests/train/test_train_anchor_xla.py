@@ -19,7 +19,7 @@ from train_toys import LOOP, OPTIM, SETTINGS, Toy, ToyData
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.files.folders import atomic_dir
-from qat_lora.train.anchor import remember
+from qat_lora.train.step import remember
 from qat_lora.train.callbacks import LoopHooks, RunSettings
 from qat_lora.train.loop import train
 from qat_lora.train.step import PreparedObjective

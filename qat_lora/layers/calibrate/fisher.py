@@ -9,16 +9,23 @@ over its mean: with |g|² the few outputs that matter most would decide, whose e
 One backward pass over the calibration rows gives both; the labels of the text are not used.
 
 Memory that would grow with the model is bounded: decoder blocks recompute their activations in the backward pass, G
-may be on disk (`disk_offload`), and logits are computed for a few positions at a time.
+may be on disk (`zeros_in`), and logits are computed for a few positions at a time. G takes several times the room of a
+bfloat16 model, and every batch adds to every layer's matrix; mapped files let the system write pages out when memory is
+short. A file is unlinked as soon as it is mapped, so a run leaves nothing behind however it ends, except the one file
+that a killed run was just making; the next run in the folder removes it. Block-wise training keeps its rows' hidden
+states there as well.
 
 Sources: K-FAC (arXiv 1503.05671); Fisher weights in rounding, GuidedQuant (arXiv 2505.07004); each factor weighted by
 the other, the nearest Kronecker product of YAQA (arXiv 2505.22988).
 """
 
 import contextlib
+import errno
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +33,50 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 
-from qat_lora.layers.calibrate.disk_offload import Zeros
+from qat_lora.errors import ConfigError
+from qat_lora.files.folders import ours
 from qat_lora.layers.convert import LM_HEAD, block_of, quant_layers
 from qat_lora.layers.experts import tokens_of
 from qat_lora.quant.initialize import NEED_TEXT
 from qat_lora.runtime.host.machine import give_back
+
+SCRATCH = ".scratch"
+Zeros = Callable[..., Tensor]  # from a shape to a float32 tensor of zeros on the host
+
+
+def zeros_in(folder: Path) -> Zeros:
+    """Return the equivalent of `torch.zeros` for tensors on the folder's disk; it raises ConfigError on a full disk."""
+
+    def zeros(*shape: int) -> Tensor:
+        count = math.prod(shape)
+        path = ours(folder / SCRATCH)
+        path.unlink(missing_ok=True)  # of a run that was killed right here
+        try:
+            with path.open("xb") as file:
+                _reserve(file.fileno(), 4 * count, folder)
+            return torch.from_file(str(path), shared=True, size=count, dtype=torch.float32).view(shape)
+        finally:
+            path.unlink(missing_ok=True)
+
+    return zeros
+
+
+def _reserve(descriptor: int, size: int, folder: Path) -> None:
+    """Allocate a file's blocks now: on a full disk, writing to a mapping without them would kill the process."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)
+        else:
+            os.truncate(descriptor, size)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise ConfigError(
+            f"out: the disk of {folder} has no room for {size / 1e6:,.0f} MB more of what --metric fisher keeps of "
+            "every layer, or --blockwise of every row; free some, choose another --out, give --metric outputs or leave "
+            "--blockwise out"
+        ) from None
+
 
 MOST_LOGITS = 2**25  # at a time: 128 MB in float32, and a few times that while tokens are drawn
 FLOOR = 0.1  # of the mean channel's: one that hardly matters does not make tokens count

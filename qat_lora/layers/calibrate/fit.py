@@ -7,7 +7,7 @@ Cholesky factors as roots make the same corrections as symmetric roots do, at a 
 
 Codes that are chosen first waste their freedom on what the adapter corrects anyway. With a `joint_rank` the two
 alternate: codes of W - B A by the chosen method, then B A of what they leave; the best turn is kept. Where G is known
-whole, `descent` goes on in both metrics (`quant.two_sided`). Towards W - B A codes hardly move, since B A is the best
+whole, `descent` goes on in both metrics (`refine_rows`). Towards W - B A codes hardly move, since B A is the best
 for those that are; so only B is held. What its columns span then costs nothing, and G becomes
 G - G B (Bᵀ G B)⁻¹ Bᵀ G.
 
@@ -25,9 +25,17 @@ from torch import Tensor, nn
 
 from qat_lora.layers.lora import Factors
 from qat_lora.quant.gptq import Curvature
-from qat_lora.quant.initialize import COMPENSATED, ROUNDS, Method, QuantizedWeight, quantize_weight, refine
+from qat_lora.quant.initialize import (
+    COMPENSATED,
+    ROUNDS,
+    TWO_SIDED_ROUNDS,
+    Method,
+    QuantizedWeight,
+    quantize_weight,
+    refine,
+    refine_rows,
+)
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.quant.two_sided import TWO_SIDED_ROUNDS, refine_rows
 
 TURNS = 3  # of codes and adapter; the fourth changed the objective by less than 1 %
 TURN_ROUNDS = 1  # of descent in a turn; only the turn that is kept is descended to the end

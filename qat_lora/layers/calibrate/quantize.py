@@ -5,6 +5,12 @@ and up another); then `fit` does the rest, layer by layer. No layer knows that i
 the full-precision model: `sequential` cures that, at the price of running every block several times.
 
 Both ways fit layers through one `LayerFitter`, which keeps finished blocks for a run that is interrupted.
+
+A resumed run must compute with the very same tensors, since later layers are fitted to the outputs of the finished
+ones. It does by construction: a fitted layer is first brought into the form in which it is kept (packed codes, float16
+scales, float32 factors, contiguous; a product of the same numbers in another memory layout is rounded differently), and
+the run that fitted it continues from that form as well. Activations are not kept but recomputed: two forwards through
+the finished blocks take seconds where their fit took minutes, and the states of all rows would outgrow the student.
 """
 
 from __future__ import annotations
@@ -12,21 +18,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from qat_lora.config import option
-from qat_lora.layers.calibrate.finished import NOT_KEPT, Finished, Work, finished_of, kept_of
 from qat_lora.layers.calibrate.fisher import Sensitivity
-from qat_lora.layers.calibrate.fit import FitSettings, fit_layers, together
+from qat_lora.layers.calibrate.fit import Fit, FitSettings, fit_layers, together
 from qat_lora.layers.convert import LM_HEAD, block_of, put_quantized, quantize_targets
 from qat_lora.layers.experts import siblings_of, tokens_of
 from qat_lora.layers.lora import Factors
+from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.quant.initialize import Method
 from qat_lora.quant.presets import Preset
 from qat_lora.quant.spec import QuantSpec
@@ -36,6 +42,43 @@ FEWEST_TOKENS = 16
 """Of the calibration text, that tell anything of an expert's inputs."""
 MOST_TOGETHER = 64
 """Layers that are fitted in one go: the second moments of all experts would not fit a device."""
+Kept = tuple[dict[str, Tensor], dict[str, Any]]
+"""Tensors by name, and a JSON value for every part (layer, block) that they finish."""
+
+
+class Work:
+    """Where finished pieces of work are kept until the whole is done; this one keeps nothing and never stops."""
+
+    def take(self, name: str) -> Kept | None:
+        """Return a piece that was kept, None where it is still to be done."""
+        return None
+
+    def keep(self, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Keep a finished piece."""
+
+    def may_stop(self) -> None:
+        """Raise InterruptedRunError where the run was asked to stop."""
+
+
+NOT_KEPT = Work()
+
+
+class Finished(NamedTuple):
+    """A quantised layer and its adapter start."""
+
+    layer: QuantLinear
+    factors: Factors | None
+
+    @classmethod
+    def of(cls, linear: nn.Linear, spec: QuantSpec, fit: Fit) -> Finished:
+        """Return the layer that replaces a linear one, with its adapter start made contiguous."""
+        factors = fit.factors and Factors(*(f.clone(memory_format=torch.contiguous_format) for f in fit.factors))
+        return cls(QuantLinear.from_linear(linear, spec, fit.quantised), factors)
+
+    def corrected(self, rank: int) -> Tensor:
+        """Return the weight with the leading columns of the adapter start in place, float32 [O, I]."""
+        dense = self.layer.effective()
+        return dense if self.factors is None else dense + self.factors.b_OR[:, :rank] @ self.factors.a_RI[:rank]
 
 
 @dataclass(frozen=True)
@@ -232,3 +275,28 @@ def quantize_model(
     targets = quantize_targets(model, preset)
     with tqdm(total=len(targets), desc=f"quantise {preset.name} ({method})", unit="layer", disable=quiet) as bar:
         return quantize_layers(LayerFitter(model, targets, FitSettings(method, start_rank), bar=bar), moments)
+
+
+def kept_of(layers: Mapping[str, Finished], unreached: Container[str] = ()) -> Kept:
+    """Return finished layers in the form in which they are kept; the facts say which calibration did not reach."""
+    tensors: dict[str, Tensor] = {}
+    for name, (layer, factors) in layers.items():
+        factor = {} if factors is None else {"a_RI": factors.a_RI.cpu(), "b_OR": factors.b_OR.cpu()}
+        tensors |= {f"{name}.{part}": tensor for part, tensor in (layer.stored() | factor).items()}
+    return tensors, {name: name in unreached for name in layers}
+
+
+def finished_of(kept: Kept, model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, Finished]:
+    """Return the finished layers that `kept_of` described, to replace the model's linear ones."""
+    tensors, names = kept
+    found = {}
+    for name in names:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        mine = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+        device = linear.weight.device
+        a, b = (mine.pop(part, None) for part in ("a_RI", "b_OR"))
+        # Copies: a file's tensors may start at any address, and products round differently there.
+        factors = None if a is None or b is None else Factors(a.to(device, copy=True), b.to(device, copy=True))
+        found[name] = Finished(QuantLinear.from_stored(linear, specs[name], mine), factors)
+    return found

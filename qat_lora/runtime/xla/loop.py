@@ -15,12 +15,17 @@ the carry and get gradients, and AOTAutograd keeps attention's scores; here the 
 its input, and is given what was expensive the first time: the results of the products and of attention (selective
 checkpointing). Norms, rotations and activations are cheaper to compute again than to read.
 
+A single product is lowered alone as well (`exact_dot`), at the highest precision, in a graph whose other products have
+the device's own: `set_mat_mul_precision` is read when a graph is lowered and holds for all of it.
+
 Sources: torch_xla/experimental/scan.py (2.9); Korthikanti et al. 2022 (arXiv:2205.05198), section 5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -277,3 +282,38 @@ class _Keeper(TorchDispatchMode):
 def kept(compute: Callable[[], tuple[Tensor, ...]], count: int) -> tuple[Tensor, ...]:
     """Return `count` results, which need no gradient, of what a scanned layer's backward pass shall not repeat."""
     return compute() if _Keeper.active is None else _Keeper.active.keep(compute, count)
+
+
+@contextlib.contextmanager
+def highest_precision() -> Iterator[None]:
+    """Lower all products of float32 at the highest precision; at the end as before."""
+    import torch_xla
+
+    lazy = torch_xla._XLAC  # what torch_xla.backends calls, without its warning
+    before = lazy._xla_get_mat_mul_precision()
+    lazy._xla_set_mat_mul_precision("highest")
+    try:
+        yield
+    finally:
+        lazy._xla_set_mat_mul_precision(before)
+
+
+def exact_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a @ b of float32 matrices; a TPU multiplies them in six passes of bfloat16."""
+    import torch_xla
+
+    computation, order = _lowered(a.shape, b.shape)
+    return torch_xla._XLAC._xla_user_computation("xla::exact_matmul", [(a, b)[i] for i in order], computation)[0]
+
+
+@functools.cache
+def _lowered(*shapes: torch.Size) -> tuple[Any, list[int]]:
+    import torch_xla
+    import torch_xla.core.xla_builder as xb
+
+    lazy, matrices = torch_xla._XLAC, [xb.create_placeholder_tensor(shape, torch.float32) for shape in shapes]
+    context = lazy.lowering.LoweringContext("exact_matmul")
+    with highest_precision():
+        context.build([matrices[0] @ matrices[1]])
+    order = sorted((0, 1), key=lambda i: context.tensor_parameter_id(matrices[i]))
+    return xb.computation_from_module_proto("exact_matmul", context.hlo()), order

@@ -32,8 +32,7 @@ from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.signals import install_for_good, passed_on
 from qat_lora.runtime.host.transfer import DeferredCalls, host_tensors, host_value
 from qat_lora.runtime.native import NativeRuntime
-from qat_lora.runtime.xla.exact import highest_precision
-from qat_lora.runtime.xla.loop import LayerScan, kept
+from qat_lora.runtime.xla.loop import LayerScan, highest_precision, kept
 from qat_lora.runtime.xla.splash import SplashAttention, has_splash
 from qat_lora.types import AttentionForm, Batch, LossWalk
 
