@@ -203,8 +203,8 @@ def on_tpu(point: Compiled, compiler: str | None) -> int:
 
 def forecast_on(chip: str, asked: Any) -> dict[str, Any]:
     """Return what the command says of a recovery that is compiled."""
+    from qat_lora.plan.devices import named
     from qat_lora.plan.memory import forecast, skeleton
-    from qat_lora.plan.step import named
 
     return forecast(skeleton(asked.estimate), asked.estimate, named((chip,)))
 
@@ -216,8 +216,8 @@ def estimated(point: Point | Compiled, device: str = "cpu") -> int:
     from qat_lora.layers.lora import LoraConfig
     from qat_lora.models.load import make_qwen3
     from qat_lora.options import EstimateOptions, RunConfig
+    from qat_lora.plan.devices import named
     from qat_lora.plan.memory import forecast, skeleton
-    from qat_lora.plan.step import named
 
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(point, Compiled):

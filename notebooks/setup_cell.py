@@ -113,7 +113,7 @@ for secret in ("HF_TOKEN", "WANDB_API_KEY"):
 kept = go_to_work()
 
 from qat_lora.commands.doctor import Accelerator, accelerators
-from qat_lora.plan.step import KNOWN
+from qat_lora.plan.devices import KNOWN
 from qat_lora.runtime.launch.select import look
 
 found = next(iter(accelerators(os.environ, look())), Accelerator("CPU", 1, None))

@@ -63,6 +63,8 @@ def test_every_command_that_makes_something_is_compared():
         "smoke",
         "chat",
         "push",
+        "cache push",
+        "cache pull",
         "doctor",
         "bench",
         "examples",

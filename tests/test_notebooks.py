@@ -24,8 +24,8 @@ from toy_paths import clean_environment
 
 from qat_lora import api
 from qat_lora.options import EstimateOptions, RecoverOptions, RunConfig
+from qat_lora.plan.devices import named
 from qat_lora.plan.memory import GIB, forecast, skeleton
-from qat_lora.plan.step import named
 from qat_lora.train.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]

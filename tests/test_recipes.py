@@ -10,7 +10,7 @@ import yaml
 from qat_lora import cli
 from qat_lora.config import leaves, resolve
 from qat_lora.models.load import QUANT_METHOD
-from qat_lora.plan.step import named
+from qat_lora.plan.devices import named
 from qat_lora.quant.presets import PRESETS, preset
 from qat_lora.registry import COMMANDS
 from qat_lora.runtime.launch.select import Found, choose

@@ -14,7 +14,7 @@ from qat_lora.cli import main
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.options import EstimateOptions, RunConfig
 from qat_lora.plan import memory as estimates
-from qat_lora.plan.step import named
+from qat_lora.plan.devices import named
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "tests/data/qwen3-0.6b.json"

@@ -28,7 +28,7 @@ from packaging.version import Version
 
 from qat_lora.commands.bench import load_program
 from qat_lora.errors import QatLoraError, one_line
-from qat_lora.plan.step import KNOWN
+from qat_lora.plan.devices import KNOWN
 from qat_lora.registry import COMMANDS, Requirements
 from qat_lora.runtime.launch.select import Found, choose, count_tpu_chips, look, select_runtime
 from qat_lora.terminal import echo

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora.options import EstimateOptions
+from qat_lora.plan.devices import named
 from qat_lora.plan.memory import GIB, forecast, shown_device, skeleton
-from qat_lora.plan.step import named
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.precision import with_dtype
 

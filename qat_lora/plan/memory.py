@@ -30,7 +30,8 @@ from qat_lora.models.from_gguf import config_of
 from qat_lora.models.load import DTYPES
 from qat_lora.models.packed import READERS, method_of
 from qat_lora.options import EstimateOptions
-from qat_lora.plan.step import Device, Shapes, attention_on, operations, step_bytes, step_time
+from qat_lora.plan.devices import Device, attention_on
+from qat_lora.plan.step import Shapes, operations, step_bytes, step_time
 from qat_lora.quant.presets import Preset, preset
 from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.runtime.host.machine import LiveBytes

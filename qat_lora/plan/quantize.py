@@ -11,8 +11,8 @@ from qat_lora.layers.calibrate.fit import TURN_ROUNDS, TURNS
 from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, make_quant_skeleton, quant_layers, reach_of
 from qat_lora.models.load import cast
 from qat_lora.options import QuantizeOptions
+from qat_lora.plan.devices import Device, likely
 from qat_lora.plan.memory import GIB, meta_model
-from qat_lora.plan.step import Device, likely
 from qat_lora.plan.training import device_of
 from qat_lora.quant.gptq import BLOCK
 from qat_lora.quant.initialize import COMPENSATED, GROUPS, ROUNDS, SWEEPS, TWO_SIDED_ROUNDS

@@ -20,84 +20,20 @@ compiling, reading data.
 `benchmarks/estimate.py` compares the sums with measured peaks and with what the TPU's compiler gives,
 `tests/plan/test_plan_roofline.py` the parts with the counts of `benchmarks/cuda_roofline.py` and `tpu_compile.py`.
 Source: Williams, Waterman, Patterson (2009), "Roofline: an insightful visual performance model".
-
-*Devices*: rates are the makers' figures, of products dense and in bfloat16. In float32 a card multiplies in TF32, at
-half that rate; a TPU rounds to bfloat16 in one pass unless more are asked for, so only its bytes double. A T4 has
-neither type in its product units. Prices are on-demand list prices of mid-2025 (Google Cloud for TPUs, typical GPU
-clouds for cards), for an order of magnitude: check them.
 """
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from qat_lora.errors import ConfigError
 from qat_lora.layers.attention import BLOCK, TILE
 from qat_lora.layers.convert import lora_layers, quant_layers
 from qat_lora.models.load import DTYPES
 from qat_lora.options import EstimateOptions
+from qat_lora.plan.devices import Device
 from qat_lora.runtime.base import default_loss_chunk_mb
-
-Attention = Literal["tiled", "fused", "plain", "xla"]  # which decides what a training step keeps
-_ATTENTION: dict[str, Attention] = {"cpu": "tiled", "mps": "plain", "tpu": "xla", "xla": "xla"}
-
-
-@dataclass(frozen=True)
-class Device:
-    """One or several equal chips."""
-
-    name: str
-    device: str  # what `--device` calls it
-    memory_gb: float  # of one chip, in 10^9 bytes
-    tflops: float  # peak rate of one chip in bfloat16, 10^12 operations a second
-    gbps: float  # rate of its memory, 10^9 bytes a second
-    usd_per_hour: float  # list price of one chip; 0 where there is none
-    float32_share: float = 1.0  # of the rate in bfloat16, for products of float32
-    chips: int = 1
-
-
-KNOWN = {
-    "v5e": Device("v5e", "tpu", 16, 197, 819, 1.20),
-    "v5p": Device("v5p", "tpu", 95, 459, 2765, 4.20),
-    "v6e": Device("v6e", "tpu", 32, 918, 1640, 2.70),
-    "t4": Device("t4", "cuda", 16, 8.1, 320, 0.35),
-    "l4": Device("l4", "cuda", 24, 121, 300, 0.70, 0.5),
-    "a100": Device("a100", "cuda", 80, 312, 2039, 2.00, 0.5),
-    "h100": Device("h100", "cuda", 80, 989, 3350, 3.00, 0.5),
-    "h200": Device("h200", "cuda", 141, 989, 4800, 3.80, 0.5),
-    "laptop": Device("laptop", "cpu", 16, 0.5, 50, 0.0),  # eight cores at about 60 GFLOP/s each, in float32
-}
-DEFAULT = ("v5e-1", "v6e-1", "v6e-4", "h100", "h200", "laptop")
-
-
-def named(names: tuple[str, ...]) -> list[Device]:
-    """Return devices by name (`v6e-4`: four chips; `h100`: one), the usual for none; ConfigError for an unknown one."""
-    found = []
-    for name in names or DEFAULT:
-        match = re.fullmatch(r"([a-z0-9]+?)(?:-([1-9]\d*))?", name.lower())
-        if match is None or match[1] not in KNOWN:
-            known = ", ".join(KNOWN)
-            raise ConfigError(f"for: {name!r} is unknown; allowed: {known}, each with -N for N chips, such as v6e-4")
-        found.append(replace(KNOWN[match[1]], name=name.lower(), chips=int(match[2] or 1)))
-    return found
-
-
-def likely(device: str, chips: int) -> list[Device]:
-    """Return the usual chips or cards behind `--device`, as many as a run takes; for processes on a CPU none."""
-    if device in ("tpu", "xla"):
-        return named((f"v5e-{chips}", f"v6e-{chips}"))
-    if device == "cuda":
-        return named(tuple(kind if chips == 1 else f"{kind}-{chips}" for kind in ("a100", "h100", "h200")))
-    return named(("laptop",)) if chips == 1 else []
-
-
-def attention_on(device: str) -> Attention:
-    """Return the attention kernel on `--device`."""
-    return _ATTENTION.get(device, "fused")
-
 
 PIECE_BYTES = 2 * 2**21  # logits of two vocabulary pieces (`losses/fused/by_vocab`): this one and the one before it
 SCORES = 3  # of a block of queries, at once, in float32: shares and gradients of `blocked_attention`, no TPU kernel's

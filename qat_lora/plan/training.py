@@ -24,8 +24,9 @@ from qat_lora.layers.calibrate.fisher import fisher_bytes
 from qat_lora.models import load as models
 from qat_lora.models.load import DTYPES, CausalLM, resolve_model
 from qat_lora.options import CacheBuildOptions, EstimateOptions, QatOptions, RecoverOptions, RunConfig
+from qat_lora.plan.devices import attention_on, likely
 from qat_lora.plan.memory import GIB, forecast, formed_bytes, meta_model, meta_student, skeleton
-from qat_lora.plan.step import Shapes, attention_on, likely
+from qat_lora.plan.step import Shapes
 from qat_lora.registry import DryRun, Requirements
 from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.runtime.launch.select import choose, look, plan_run, runs_on_host

@@ -72,10 +72,9 @@ def _stored_spec(data: Mapping[str, Any]) -> QuantSpec:
 
 
 MLP = r"\.(mlp|feed_forward|ffn)\."
-ATTENTION = r"\.(self_attn|attention|attn)\."
 
 
-PATTERNS = {"mlp": MLP, "attention": ATTENTION}
+PATTERNS = {"mlp": MLP, "attention": r"\.(self_attn|attention|attn)\."}
 
 
 def _presets() -> dict[str, Preset]:

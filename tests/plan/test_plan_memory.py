@@ -16,7 +16,8 @@ from qat_lora.layers.convert import add_lora
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.load import DTYPES, cast, load_model
 from qat_lora.options import EstimateOptions, QuantizeOptions, RunConfig
-from qat_lora.plan.step import Shapes, named, step_bytes, widths
+from qat_lora.plan.devices import named
+from qat_lora.plan.step import Shapes, step_bytes, widths
 from qat_lora.runtime.host.machine import LiveBytes
 from qat_lora.runtime.launch.select import ChipsConfig
 from qat_lora.runtime.native import NativeRuntime

@@ -7,8 +7,9 @@ import pytest
 
 from benchmarks.compiled import QWEN3_06B
 from qat_lora.options import EstimateOptions, RunConfig
+from qat_lora.plan.devices import named
 from qat_lora.plan.memory import forecast, skeleton
-from qat_lora.plan.step import Shapes, named, operations, step_parts
+from qat_lora.plan.step import Shapes, operations, step_parts
 
 GB, TERA = 1e9, 1e12
 
