@@ -72,8 +72,6 @@ def _stored_spec(data: Mapping[str, Any]) -> QuantSpec:
 
 
 MLP = r"\.(mlp|feed_forward|ffn)\."
-
-
 PATTERNS = {"mlp": MLP, "attention": r"\.(self_attn|attention|attn)\."}
 
 
