@@ -314,7 +314,7 @@ class EvalOptions:
 
     teacher: str | None = common(None, "the reference: Hugging Face folder or Hub name", required=True)
     students: tuple[str, ...] = common(
-        (), "what to score: model, adapter or run folders, each as NAME=FOLDER or FOLDER", alias="models"
+        (), "what to score: model, adapter, run or export folders, each as NAME=FOLDER or FOLDER", alias="models"
     )
     text: TextConfig = option(TextConfig, "held-out text")
     domain: tuple[str, ...] = option((), "more texts, scored apart and together: NAME=PATH, files or folders")
