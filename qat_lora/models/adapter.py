@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from qat_lora.config import from_dict
 from qat_lora.errors import ModelError
-from qat_lora.files.checksums import NOTE, STATE, check_folder, read_object, seal, sha256_of
+from qat_lora.files.checksums import NOTE, STATE, check_folder, is_state, read_object, seal, sha256_of
 from qat_lora.files.finite import check_finite, json_text
-from qat_lora.files.gguf_header import ADAPTER, read_header
+from qat_lora.files.gguf_header import ADAPTER, BASE, read_header
 from qat_lora.layers.convert import add_lora, linear_layers, lora_layers
 from qat_lora.layers.lora import Factors, LoraConfig
 from qat_lora.models import from_gguf
@@ -220,8 +220,9 @@ def allocated_ranks(folder: Path) -> dict[str, int] | None:
 
 def engine_adapter(folder: Path) -> Path | None:
     """Return the file of an export that holds its adapter in an engine's form; None: it has none of these."""
-    found = (folder / ADAPTER, folder / MLX, folder / STATE)
-    return next((file for file in found if file.is_file()), None)
+    gguf, mlx, state = folder / ADAPTER, folder / MLX, folder / STATE
+    is_export = {gguf: (folder / BASE).is_file(), mlx: True, state: is_state(state)}  # else it is somebody's file
+    return next((file for file, known in is_export.items() if known and file.is_file()), None)
 
 
 def load_engine_adapter(model: CausalLM, file: Path) -> None:

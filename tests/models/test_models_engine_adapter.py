@@ -99,3 +99,11 @@ def test_a_pickle_that_is_no_state_dict_never_runs(content, exported, capsys):
     with pytest.raises(ModelError, match="is no state dict that can be read"):
         open_student(str(file.parent))
     assert "ran" not in capsys.readouterr().out
+
+
+def test_a_strangers_file_of_an_exports_name_changes_nothing(student, tmp_path):
+    shutil.copytree(student, tmp_path / "student")
+    _, wanted = logits(tmp_path / "student")
+    (tmp_path / "student" / "best.pt").write_bytes(pickle.dumps(Evil()))
+    opened, found = logits(tmp_path / "student")
+    assert torch.equal(found, wanted) and not lora_layers(opened.model.module)

@@ -8,7 +8,7 @@ archive follows it in a frame that decompressors skip, so damage is found before
 The archive is a pure function of the cache: members in the manifest's order, no dates, no owners. Unpacking takes no
 name from it: each member must be the regular file that the manifest has at this place, and is compared with its sha256.
 
-`cache parquet` writes a cache as one Parquet file, for tools that know nothing of our format: DuckDB, pandas, polars,
+`cache export --parquet` writes a cache as one file for tools that know nothing of our format: DuckDB, pandas, polars,
 datasets. Nothing is lost or derived: every array of a shard becomes a column, one record a row of the cache, ids
 unpacked and document starts spelled out, fp16 values as they are stored. The cache itself is not Parquet because a
 trainer asks for single rows in random order, and Parquet decodes a whole group of them to find one. Groups of rows are
