@@ -41,8 +41,12 @@ def _flag(leaf: Leaf) -> click.Option:
     return click.Option([*names, leaf.name], type=str, metavar=metavar, **common)
 
 
+def _dashed(word: str) -> str:
+    return word.replace("_", "-")
+
+
 def _flag_name(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return "--" + _dashed(name)
 
 
 def _help_line(leaf: Leaf, short: bool) -> tuple[str, str]:
@@ -208,6 +212,7 @@ def _group(name: str, help: str) -> Group:
 GROUPS = {"cache": _group("cache", "Build, inspect, verify, audit, export and pack KD caches.")}
 cli = _group("qat-lora", "Give quantised language models their quality back.")
 cli.context_settings = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+cli.context_settings["token_normalize_func"] = _dashed  # `--output_dir`, as other scripts spell it
 click.version_option(qat_lora.__version__)(cli)
 
 

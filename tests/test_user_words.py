@@ -74,6 +74,13 @@ GUIDE = [
     ("train_v2.py", f"{QAT} --batch-size 8 --accumulation-steps 4 --max-steps 2000", {"preset": "q4_r32"}),
     ("train_v2_tpu_multi.py", f"{QAT} --num-chips 4", {"num_chips": "4", "from_scratch": True}),
     ("train_v2_tpu_multi.py", "--v2-checkpoint runs/v2_q4/best.pt --cache-dir c --model-id m", {"model": "m"}),
+    (
+        "build_kd_cache.py",
+        "--teacher_model_name_or_path t --dataset_name d --dataset_config_name c --dataset_split s --max_length 64"
+        " --topk 32 --num_sequences 20 --batch_size 2 --shard_size 16 --output_dir o",
+        {"teacher": "t", "dataset": "d", "dataset_config": "c", "split": "s", "length": 64, "top_k": 32}
+        | {"num_rows": 20, "teacher_batch_size": 2, "shard_rows": 16, "out": "o"},
+    ),
     ("smoke_test.py", "--run-training --train-epochs 5 device_type=tpu", {"train_epochs": 5, "device": "tpu"}),
 ]
 
@@ -110,6 +117,14 @@ NAMES = [
     ("device_type: tpu", "device", "tpu"),
     ("global_batch_size: 64", "global_batch_size", 64),
     ("cache_dir: c", "kd_cache_dir", "c"),
+    ("seq_len: 512", "length", 512),
+    ("hard_top1: 0.2", "hard_top1_weight", 0.2),
+    ("kd_temperature: 3.0", "temperature", 3.0),
+    ("lora_r: 4", "recovery_r", 4),
+    ("lora_alpha: 8", "recovery_alpha", 8.0),
+    ("per_device_train_batch_size: 2", "batch_size", 2),
+    ("gradient_accumulation_steps: 4", "accumulation_steps", 4),
+    ("lr_scheduler_type: cosine", "schedule", "cosine"),
 ]
 
 

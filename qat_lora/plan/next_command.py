@@ -35,6 +35,9 @@ def _next(words: str, options: Any, out: str) -> Sequence[Any]:
             return "export", "--student", out
         case "eval" if options.students:
             student = options.students[-1].rpartition("=")[2]
+            told = Path(student, "result.json")
+            if told.is_file() and '"form"' in told.read_text(encoding="utf-8"):  # an export is not exported again
+                return _next("export", options, student)
             return "export", "--student", student, "--scores", options.run.out or "runs/eval"
         case "export":
             return "push", out, "OWNER/NAME", "--dry-run"

@@ -34,6 +34,8 @@ def test_a_day_from_cache_to_export(tiny, tmp_path, monkeypatch, capfd):
     assert line == "next: qat-lora export --student r --scores e"
     line = printed(line.removeprefix("next: qat-lora ") + " --out x", capfd)[-1]
     assert line == "next: qat-lora push x OWNER/NAME --dry-run"
+    again = printed(f"{words.replace(' r ', ' x ')} --dataset {tiny.held_out} --length 32 --eval-rows 2 --out f", capfd)
+    assert again[-1] == line  # an export is not exported once more
 
 
 @pytest.mark.parametrize("flag", ["--quiet", "--json", "--dry-run"])
