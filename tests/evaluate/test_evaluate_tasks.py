@@ -6,10 +6,13 @@ import warnings
 
 import pytest
 import torch
+from toy_pipeline import call, eval_options, export_options
 
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.tasks import TasksConfig, check_tasks, run_tasks
+from qat_lora.export.forms import FORMS
 from qat_lora.models.load import load_model, load_tokenizer
+from qat_lora.models.student import open_student
 
 pytest.importorskip("lm_eval")
 
@@ -74,6 +77,20 @@ def test_a_local_task_scores_what_the_likelihoods_say(tiny, local):
     wanted = sum(right(model, tokenizer, *example) for example in EXAMPLES) / len(EXAMPLES)
     assert found["local_choice"]["acc"] == pytest.approx(wanted)
     assert set(found["local_choice"]) <= {"acc", "acc_stderr"}
+
+
+def test_one_command_runs_tasks_on_every_export(tiny, adapted, local, tmp_path, monkeypatch):
+    """Each form is scored with its adapter: as the likelihoods of the opened export say."""
+    monkeypatch.setattr("qat_lora.commands.evaluate.check_tasks", lambda _: local[1])
+    students = {form: call("export", export_options(adapted[1], tmp_path / f"as-{form}", form=form)) for form in FORMS}
+    students["run"] = adapted[1]
+    call("evaluate", eval_options(tiny, students, tmp_path / "scores", eval_rows=1, harness=local[0]))
+    found = json.loads((tmp_path / "scores" / "report.json").read_text())["tasks"]
+    assert found.keys() == {"teacher", *students}
+    for name, folder in students.items():
+        model, tokenizer = open_student(str(folder)).model, load_tokenizer(tiny.teacher)
+        wanted = sum(right(model, tokenizer, *example) for example in EXAMPLES) / len(EXAMPLES)
+        assert found[name]["local_choice"]["acc"] == pytest.approx(wanted)
 
 
 def test_too_little_memory_is_not_taken_for_the_task_s_fault(tiny, local, monkeypatch):
