@@ -108,6 +108,29 @@ def test_a_damaged_block_is_named_and_made_again_and_other_settings_are_refused(
     assert len(fits) == 14 and content(out) == whole
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_finished_blocks_are_views_of_their_files(monkeypatch, tiny, cache, tmp_path):
+    """So own memory does not grow with depth; kept in memory, every block would have storages of its own."""
+    kept = {}
+
+    def seen(fitter, name, found, original=calibrate.LayerFitter.put):
+        starts = original(fitter, name, found)
+        folder = tmp_path / "out" / "unfinished"
+        for layer in found:
+            kept[layer] = fitter.model.get_submodule(layer).codes, folder / f"block-{name}" / "tensors.safetensors"
+            kept[f"start of {layer}"] = starts[layer].a_RI, folder / f"start-{name}" / "tensors.safetensors"
+        return starts
+
+    monkeypatch.setattr(calibrate.LayerFitter, "put", seen)
+    monkeypatch.setattr(quantising, "remove_pieces", lambda out: None)
+    call("quantize", options(tiny, cache, tmp_path / "out"))
+    assert len(kept) == 28
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    mapped = [(*(int(end, 16) for end in of[0].split("-")), Path(of[-1])) for of in maps]
+    for tensor, file in kept.values():
+        assert any(start <= tensor.data_ptr() < end and path == file for start, end, path in mapped)
+
+
 def flip_a_bit(file):
     data = bytearray(file.read_bytes())
     data[-2] ^= 4

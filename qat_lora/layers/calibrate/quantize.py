@@ -241,12 +241,26 @@ class LayerFitter:
             self.bar.update(len(found))
         return found
 
-    def put(self, found: Mapping[str, Finished]) -> dict[str, Factors]:
-        """Put finished layers into the model; return their adapter starts as they are stored, float16."""
+    def put(self, block: str, found: Mapping[str, Finished]) -> dict[str, Factors]:
+        """Put finished layers into the model; return their adapter starts as they are stored, float16.
+
+        Where work is kept, both become views of its files: own memory does not grow with the number of blocks.
+        """
+        starts = {name: of.factors and Factors(*(factor.half() for factor in of.factors)) for name, of in found.items()}
+        halves = {f"{name}.{part}": half for name, of in starts.items() if of for part, half in of._asdict().items()}
+        if self.work.take(f"start-{block}") is None:
+            self.work.keep(f"start-{block}", halves, {})
         for name, finished in found.items():
             put_quantized(self.model, name, finished.layer)
-        starts = {name: factors for name, (_, factors) in found.items() if factors is not None}
-        return {name: Factors(*(factor.half() for factor in factors)) for name, factors in starts.items()}
+        for piece in ("block", "start"):
+            for key, view in (self.work.take(f"{piece}-{block}") or ({}, {}))[0].items():
+                if piece == "start":
+                    halves[key] = view.to(halves[key].device)
+                    continue
+                held = getattr(self.model.get_submodule(key.rpartition(".")[0]), key.rpartition(".")[2], None)
+                if held is not None and (held.dtype, held.device) == (view.dtype, view.device):
+                    held.data = view
+        return {name: Factors(halves[f"{name}.a_RI"], halves[f"{name}.b_OR"]) for name, of in starts.items() if of}
 
 
 def quantize_layers(fitter: LayerFitter, moments: Mapping[str, Tensor] | None = None) -> dict[str, Factors]:
@@ -256,7 +270,7 @@ def quantize_layers(fitter: LayerFitter, moments: Mapping[str, Tensor] | None = 
         layers = list(names)
         known = {name: moments[name] for name in layers if name in moments} if moments else {}
         fit = functools.partial(fitter.fit_all, layers, known)
-        adapter_init |= fitter.put(fitter.finish(block, fit))
+        adapter_init |= fitter.put(block, fitter.finish(block, fit))
     return adapter_init
 
 

@@ -69,7 +69,7 @@ def quantize_sequential(
             block.correct(layer, finished)
         student = [run_block(block.student, states, call) for states, call in zip(student, calls[i], strict=True)]
         exact = [run_block(block.reference, states, call) for states, call in zip(exact, calls[i], strict=True)]
-        adapter_init |= fitter.put(found)
+        adapter_init |= fitter.put(name, found)
         calls[i].clear()
     for name in outside:  # an untied LM head gets what the quantised model puts out
         if name not in tied:
@@ -104,7 +104,7 @@ def _quantize_lm_head(fitter: LayerFitter, name: str, batches: Sequence[Any], fo
             moment += x.T @ x / (x.shape[0] * len(batches))
         return fitter.fit([name], [moment])
 
-    fitter.put(fitter.finish(name, fit))
+    fitter.put(name, fitter.finish(name, fit))
 
 
 class _Block:
