@@ -33,6 +33,9 @@ INT_LIMIT = 2**31  # whole numbers are below: rows and steps beyond it fit no ma
 YAML_LIMIT_BYTES = 1 << 20
 YAML_LIMIT_VALUES = 10_000
 YAML_LIMIT_DEPTH = 20
+_TEXTS = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text("utf-8"))
+HELP: dict[str, str] = _TEXTS["help"]  # of settings, where it would take more than a line
+OTHER_NAMES: dict[str, list[str]] = _TEXTS["names"]  # what other tools and the predecessor call our settings
 
 
 def option(
@@ -159,23 +162,7 @@ def _fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
     return {field.name: (field, hints[field.name]) for field in dataclasses.fields(cls)}
 
 
-# What the predecessor, PEFT and the Trainer call our settings and their values.
-OTHER_NAMES = {
-    "checkpoint": ("v2_checkpoint",), "out": ("output_dir", "output"), "lr": ("learning_rate",),
-    "model": ("model_id", "model_name_or_path"), "teacher": ("teacher_model_name_or_path",),
-    "dataset": ("dataset_name", "train_data", "train_data_hf"), "dataset_config": ("dataset_config_name", "hf_subset"),
-    "split": ("dataset_split", "hf_split"), "format": ("dataset_format",), "length": ("seq_len", "max_seq_length"),
-    "text_field": ("dataset_text_field", "hf_text_field"), "num_rows": ("num_sequences",),
-    "shard_rows": ("shard_size",), "dropout": ("lora_dropout",), "recovery_r": ("lora_r",),
-    "recovery_alpha": ("lora_alpha",), "temperature": ("kd_temperature",), "hard_top1_weight": ("hard_top1",),
-    "batch_size": ("per_device_train_batch_size",), "accumulation_steps": ("gradient_accumulation_steps",),
-    "schedule": ("lr_scheduler_type",), "dtype": ("forward_dtype",), "log_to": ("report_to",),
-    "keep_checkpoints": ("save_total_limit",), "epochs": ("num_train_epochs", "num_epochs"),
-    "clip_grad_norm": ("grad_clip_norm", "max_grad_norm", "grad_clip"),
-    "eval_steps": ("eval_interval", "eval_every"), "save_steps": ("save_interval",),
-    "log_steps": ("log_interval", "log_every", "logging_steps"),
-}  # fmt: skip
-_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # what others call our values
 
 
 def nearest(key: str, cls: type) -> list[tuple[str, ...]]:

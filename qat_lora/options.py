@@ -9,7 +9,7 @@ from typing import Literal
 
 from qat_lora.cache.build.served import ServedConfig
 from qat_lora.cache.build.writer import Partition
-from qat_lora.config import common, option, required, settings
+from qat_lora.config import HELP, common, option, required, settings
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.health import HealthConfig
@@ -29,11 +29,6 @@ from qat_lora.types import VerifyRows
 
 # How a teacher's modules are dealt out to devices, in accelerate's words; `none`: to the one device of the run.
 DeviceMap = Literal["none", "auto", "balanced", "balanced_low_0", "sequential"]
-DEVICE_MAP_HELP = "spread a large teacher over GPUs, then host memory, then disk, by this rule of accelerate"
-
-HEAD_K_HELP = "use only the first entries of the cached head; default: all"
-VERIFY_ROWS_HELP = "rows of the cache that are compared with their checksum as they are read (sampled: one of 16)"
-DRY_RUN_HELP = "print parameters, memory, steps and batch from shapes alone, without the device, and write nothing"
 
 _tokens = functools.partial(option, unit="tokens", min=1)
 _rows = functools.partial(option, unit="rows", min=1)
@@ -50,14 +45,11 @@ class RunConfig:
     out: str | None = common(None, "output folder; the default is printed")
     overwrite: bool = option(False, "start again where an earlier run of ours is in the way")
     device: Literal["auto", "cpu", "cuda", "mps", "tpu", "xla"] = common(
-        "auto", "where to compute; auto takes TPU, CUDA, MPS, CPU in this order", alias="device_type"
+        "auto", HELP["run.device"], alias="device_type"
     )
     tpu: bool = option(False, "same as --device tpu")
     chips: ChipsConfig = option(ChipsConfig, "how many chips")
-    dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "auto",
-        "type of weights and activations, whatever files hold; auto: bfloat16 on TPU and newer CUDA, else float32",
-    )
+    dtype: Literal["auto", "float32", "bfloat16"] = option("auto", HELP["run.dtype"])
     seed: int = option(0, "seed of everything random", min=0, below=2**63)
     quiet: bool = option(False, "no progress bars, no status lines")
     json: bool = option(False, "print the result as JSON, and nothing else, to standard output")
@@ -80,24 +72,16 @@ class CacheBuildOptions:
     length: int = _tokens(1024, "tokens of a row", alias="max_length", min=2, common=True)
     top_k: int = _tokens(128, "teacher's likeliest tokens kept at every position", alias="topk", min=0, common=True)
     temperatures: tuple[float, ...] = option((1.0,), "temperatures that training may use later", unit="list")
-    value_dtype: Literal["float16", "uint8"] = option(
-        "float16", "how the likeliest tokens' logits are stored; uint8: half the size, mean KL about 1e-5"
-    )
-    tail_draws: int | None = _tokens(
-        None,
-        "tokens drawn from the teacher's tail at every position, for hybrid; default: 8; 0 with --top-k 0, or a server",
-        min=0,
-    )
+    value_dtype: Literal["float16", "uint8"] = option("float16", HELP["value_dtype"])
+    tail_draws: int | None = _tokens(None, HELP["tail_draws"], min=0)
     draws: int = _tokens(0, "tokens drawn from the whole teacher at every position, for sampled", min=0)
     hidden: bool = option(False, "store hidden states and the output head, for full; instead of logits with --top-k 0")
-    vocab_size: int | None = _tokens(
-        None, "rows of the teacher's head that count, for students with less padding; default: all"
-    )
+    vocab_size: int | None = _tokens(None, HELP["vocab_size"])
     num_rows: int | None = _rows(None, "stop after this many training rows; default: all text", common=True)
     eval_rows: int = _rows(0, "rows kept apart as evaluation split, whole documents", min=0, common=True)
     teacher_batch_size: int = _rows(8, "rows of a teacher forward", alias="batch_size", common=True)
     shard_rows: int | None = _rows(None, "rows of a shard; default: about 128 MB")
-    device_map: DeviceMap = option("none", DEVICE_MAP_HELP)
+    device_map: DeviceMap = option("none", HELP["device_map"])
     builder: str = option("0/1", "i/n: this is builder i of n that fill --out together, each with every n-th document")
     dry_run: bool = common(False, "time a few batches, print hours, bytes and free disk, and write nothing")
     hub: HubConfig = option(HubConfig, "models")
@@ -132,7 +116,7 @@ class AuditOptions:
     teacher: str | None = option(None, "the teacher that made it: Hugging Face folder or Hub name", required=True)
     rows: int = _rows(8, "training rows to look at, evenly spread")
     text: str | None = option(None, "evaluation text, file or folder: how much of it the cache has already shown")
-    device_map: DeviceMap = option("none", DEVICE_MAP_HELP)
+    device_map: DeviceMap = option("none", HELP["device_map"])
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run", without=("chips", "seed"))
 
@@ -143,9 +127,7 @@ class QuantizeOptions(QuantizeConfig):
 
     model: str | None = common(None, "full-precision model: Hugging Face folder or Hub name", required=True)
     preset: str = common("q2_0", "how weights are stored", alias="config")
-    joint_rank: int | None = _rank(
-        None, "rank of the adapter that codes are chosen together with, 0: none; default: 16 with descent"
-    )
+    joint_rank: int | None = _rank(None, HELP["joint_rank"])
     start_method: str | None = option(None, "no longer does anything: adapter starts are qera's, in the metric")
     target: TargetConfig = option(TargetConfig, "target size")
     text: TextConfig = option(TextConfig, "calibration text")
@@ -175,39 +157,27 @@ class QuantizeOptions(QuantizeConfig):
 class RecoverOptions:
     """`qat-lora recover`."""
 
-    checkpoint: str | None = common(
-        None, "quantised student: folder made by `qat-lora quantize`, a GGUF file, a folder of GPTQ, AWQ or MLX"
-    )
+    checkpoint: str | None = common(None, HELP["recover.checkpoint"])
     model: str | None = option(None, "student where there is no --checkpoint")
     tokenizer: str | None = option(None, "folder of a GGUF student's tokenizer; default: beside it, or the teacher's")
-    learn: Literal["kd", "kd+ce", "ce", "sft"] = common(
-        "kd",
-        "from what: kd, kd+ce (a KD cache; ce: and its next tokens), ce (--dataset alone), sft (answers of chats)",
-        alias="objective",
-    )
-    kd_cache_dir: str | None = common(
-        None, "KD cache with the teacher's logits; needed for kd and kd+ce", alias="cache_dir"
-    )
-    head_k: int | None = _tokens(None, HEAD_K_HELP)
+    learn: Literal["kd", "kd+ce", "ce", "sft"] = common("kd", HELP["learn"], alias="objective")
+    kd_cache_dir: str | None = common(None, HELP["recover.kd_cache_dir"], alias="cache_dir")
+    head_k: int | None = _tokens(None, HELP["head_k"])
     text: TextConfig = option(TextConfig, "the text, for ce and sft")
     length: int = _tokens(1024, "tokens of a row, for ce and sft (a cache has its own)", alias="max_length", min=2)
     num_rows: int | None = _rows(None, "train on this many rows at most, for ce and sft; default: all")
     eval_rows: int = _rows(0, "rows kept apart for evaluation, whole documents, for ce and sft", min=0)
     train_scales: bool = option(False, "train the quantiser's scales too (saved with the adapter)")
     train_norms: bool = option(False, "train the norms too (saved with the adapter; needs float32 weights)")
-    blockwise: bool = option(
-        False,
-        "train one decoder layer after the other, with one in memory, for models that outgrow the machine; needs the "
-        "full-precision --model",
-    )
+    blockwise: bool = option(False, HELP["blockwise"])
     start: Literal["auto", "zero"] = option("auto", "adapter start: from the quantisation error if stored, or zero")
     lora: LoraConfig = option(LoraConfig, "adapter")
     objective: ObjectiveConfig = option(ObjectiveConfig, "objective")
     train: OptimConfig = option(OptimConfig, "optimizer")
     loop: LoopConfig = option(LoopConfig, "loop")
     preload: bool = option(False, "hold the cache in memory instead of reading rows from its files")
-    verify_rows: VerifyRows = option("all", VERIFY_ROWS_HELP)
-    dry_run: bool = common(False, DRY_RUN_HELP)
+    verify_rows: VerifyRows = option("all", HELP["verify_rows"])
+    dry_run: bool = common(False, HELP["dry_run"])
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run")
 
@@ -250,22 +220,15 @@ class RecoverOptions:
 class QatOptions(QuantizeConfig):
     """`qat-lora qat`."""
 
-    model: str | None = common(
-        None,
-        "full-precision model (--from-scratch; default: the cache's teacher); with --checkpoint, where weights start",
-    )
+    model: str | None = common(None, HELP["qat.model"])
     preset: str | None = common(None, "how weights are stored (with --from-scratch); default: q4_r32", alias="config")
     calibration_rows: int = _rows(128, "rows of the cache for calibration and blocks")
     from_scratch: bool = common(False, "quantise the full-precision --model first; without it, go on from --checkpoint")
     checkpoint: str | None = common(None, "quantised student to go on from: folder made by `quantize` or `qat`")
     kd_cache_dir: str | None = common(None, "KD cache with the teacher's logits", required=True, alias="cache_dir")
-    head_k: int | None = _tokens(None, HEAD_K_HELP)
-    train_parts: tuple[str, ...] = common(
-        ("scales",), "what trains: scales, ranges, lut, weights, norms, embeddings, head", unit="list"
-    )
-    weight_gradient: Gradient = option(
-        "lsq", "gradient of trained weights beyond the range: none (lsq) or as inside it (ste)"
-    )
+    head_k: int | None = _tokens(None, HELP["head_k"])
+    train_parts: tuple[str, ...] = common(("scales",), HELP["train_parts"], unit="list")
+    weight_gradient: Gradient = option("lsq", HELP["weight_gradient"])
     mergeable: bool = option(False, "train a low-rank change inside the rounding too, which is no adapter in the end")
     mergeable_r: int = option(16, "rank of that change", unit="rank", min=1)
     blockwise: BlockwiseConfig = option(BlockwiseConfig, "block by block")
@@ -273,8 +236,8 @@ class QatOptions(QuantizeConfig):
     train: OptimConfig = option(OptimConfig, "optimizer")
     loop: LoopConfig = option(LoopConfig, "loop")
     preload: bool = option(False, "hold the cache in memory instead of reading rows from its files")
-    verify_rows: VerifyRows = option("all", VERIFY_ROWS_HELP)
-    dry_run: bool = common(False, DRY_RUN_HELP)
+    verify_rows: VerifyRows = option("all", HELP["verify_rows"])
+    dry_run: bool = common(False, HELP["dry_run"])
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run")
 
@@ -313,24 +276,16 @@ class EvalOptions:
     """`qat-lora eval`."""
 
     teacher: str | None = common(None, "the reference: Hugging Face folder or Hub name", required=True)
-    students: tuple[str, ...] = common(
-        (), "what to score: model, adapter, run or export folders, each as NAME=FOLDER or FOLDER", alias="models"
-    )
+    students: tuple[str, ...] = common((), HELP["students"], alias="models")
     text: TextConfig = option(TextConfig, "held-out text")
     domain: tuple[str, ...] = option((), "more texts, scored apart and together: NAME=PATH, files or folders")
-    protocol: Protocol = common(
-        "packed", "how text becomes rows: packed as in training, sliding windows, or the papers' blocks of 2048 tokens"
-    )
+    protocol: Protocol = common("packed", HELP["protocol"])
     length: int = _tokens(1024, "tokens of a row (blocks2048 has its own)", min=2, common=True)
-    stride: int | None = option(
-        None, "tokens from a window to the next, with sliding; default: half of --length", unit="tokens"
-    )
+    stride: int | None = option(None, HELP["stride"], unit="tokens")
     eval_rows: int = _rows(64, "rows to score of each text; 0: all", min=0, common=True)
     batch_size: int = _rows(4, "rows of a forward")
     resamples: int = option(1000, "bootstrap draws for the 95 % intervals", unit="draws", min=100)
-    kd_cache_dir: str | None = option(
-        None, "training cache: say how much of the text it has already shown", alias="cache_dir"
-    )
+    kd_cache_dir: str | None = option(None, HELP["eval.kd_cache_dir"], alias="cache_dir")
     health: HealthConfig = option(HealthConfig, "generation")
     harness: TasksConfig = option(TasksConfig, "tasks")
     hub: HubConfig = option(HubConfig, "models")
@@ -349,29 +304,11 @@ class ExportOptions:
 
     student: str | None = common(None, "model, adapter or run folder", required=True, alias="model")
     form: Literal["merged", "adapter", "compressed-tensors", "gguf", "gguf-merged", "gptq", "mlx", "pt"] = common(
-        "merged",
-        "merged: dense weights with codes and adapter folded in; adapter: PEFT adapter with its quantised base; "
-        "compressed-tensors and gptq: packed base (vLLM, transformers), adapter beside it; gguf and mlx: base and "
-        "adapter for llama.cpp and mlx-lm; gguf-merged: their sum as one dense file; pt: best.pt, the student's state "
-        "dict for torch.load",
+        "merged", HELP["form"]
     )
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
-        "auto", "type of dense tensors; auto: float16 with gguf-merged, gptq and mlx, else the full-precision model's"
-    )
-    embedding_bits: float | None = option(
-        None,
-        "bits of the embedding and of a head without codes, with gguf and mlx: 4.5, 6, 8 or 16 (as it is); "
-        "default: 4.5",
-        unit="bits",
-    )
-    container_bits: int | None = option(
-        None,
-        "bits of packed codes, with compressed-tensors; default: those of integer codes, else the fewest of 2, 4, 8 "
-        "that are exact",
-        unit="bits",
-        min=2,
-        max=8,
-    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = option("auto", HELP["export.dtype"])
+    embedding_bits: float | None = option(None, HELP["embedding_bits"], unit="bits")
+    container_bits: int | None = option(None, HELP["container_bits"], unit="bits", min=2, max=8)
     exact_only: bool = option(False, "with gguf: layers that no block holds exactly are written dense, not rounded")
     text: TextConfig = option(TextConfig, "text to measure what rounding costs")
     length: int = _tokens(256, "tokens of a row of that text", min=2)
@@ -465,21 +402,11 @@ class EstimateOptions:
     batch_size: int = _at_least_1(4, "rows of a micro-batch on one replica", unit="rows", common=True)
     accumulation_steps: int = _at_least_1(1, "micro-batches of an optimizer step", unit="micro-batches")
     gradient_checkpointing: bool = option(False, "layers are computed again in the backward pass")
-    loss_chunk_mb: int | None = _at_least_1(
-        None, "logits that a device holds at once while the loss is computed; default: as it likes", unit="MiB"
-    )
+    loss_chunk_mb: int | None = _at_least_1(None, HELP["estimate.loss_chunk_mb"], unit="MiB")
     max_steps: int = _at_least_1(1000, "optimizer steps, for time and cost", unit="steps")
-    devices: tuple[str, ...] = common(
-        (), "devices to estimate time and cost for, such as v6e-1,h100; default: all that are known", alias="for"
-    )
-    utilisation: float = option(
-        0.6, "share of the device's peak rate of products that is reached", unit="share", above=0, max=1
-    )
-    attention: Literal["auto", "tiled", "fused", "plain", "xla"] = option(
-        "auto",
-        "who computes attention, which decides what is kept: tiled (CPU), fused (CUDA), plain (all scores), xla (TPU; "
-        "computed again), or auto (as each device does)",
-    )
+    devices: tuple[str, ...] = common((), HELP["devices"], alias="for")
+    utilisation: float = option(0.6, HELP["utilisation"], unit="share", above=0, max=1)
+    attention: Literal["auto", "tiled", "fused", "plain", "xla"] = option("auto", HELP["attention"])
     run: RunConfig = option(RunConfig, "run", without=("out", "overwrite", "chips", "seed", "quiet"))
 
     @property

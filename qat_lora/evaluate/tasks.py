@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qat_lora.config import common, option, settings
+from qat_lora.config import HELP, common, option, settings
 from qat_lora.errors import ConfigError, is_out_of_memory, one_line
 from qat_lora.extras import require
 
@@ -23,9 +23,7 @@ class TasksConfig:
     tasks: tuple[str, ...] = common((), "tasks of the lm-eval harness, for example arc_easy,hellaswag")
     tasks_path: str | None = option(None, "folder with task files of your own (YAML of the harness)")
     task_limit: int | None = option(None, "examples of each task; default: all", unit="examples", min=1)
-    task_shots: int | None = option(
-        None, "worked examples before each question; default: as the task says", unit="examples", min=0
-    )
+    task_shots: int | None = option(None, HELP["task_shots"], unit="examples", min=0)
 
 
 def check_tasks(config: TasksConfig) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 
-from qat_lora.config import common, option, settings
+from qat_lora.config import HELP, common, option, settings
 from qat_lora.data.shuffle import steps_per_epoch
 from qat_lora.errors import ConfigError, DivergedError, InterruptedRunError, QatLoraError, ReplicaError
 from qat_lora.runtime.base import Runtime
@@ -35,24 +35,16 @@ class LoopConfig:
     accumulation_steps: int = _count(1, "micro-batches of an optimizer step", unit="micro-batches", common=True)
     global_batch_size: int | None = _count(None, "rows of a step over all replicas; sets the accumulation", unit="rows")
     max_steps: int = _count(1000, "optimizer steps", unit="steps", common=True)
-    epochs: float | None = common(
-        None, "passes over the training rows; default: as many as --max-steps make", unit="epochs", above=0
-    )
+    epochs: float | None = common(None, HELP["epochs"], unit="epochs", above=0)
     log_steps: int = _count(10, "optimizer steps between fetches of the log values", unit="steps")
     eval_steps: int = _count(50, "optimizer steps between evaluations on the cache's evaluation split", unit="steps")
     save_steps: int = _count(100, "optimizer steps between checkpoints", unit="steps")
-    save_minutes: float = option(
-        5.0, "minutes after which a checkpoint is due anyway, at a log interval; 0: never", unit="minutes", min=0
-    )
+    save_minutes: float = option(5.0, HELP["save_minutes"], unit="minutes", min=0)
     keep_checkpoints: int = _count(2, "complete checkpoints that are kept", unit="checkpoints")
-    early_stop: int | None = _count(
-        None, "stop after this many evaluations without a better one; default: never", unit="evaluations"
-    )
+    early_stop: int | None = _count(None, HELP["early_stop"], unit="evaluations")
     gradient_checkpointing: bool = option(False, "compute each layer again in the backward pass, for less memory")
     autocast: bool = option(False, "float32 weights, products in bfloat16 (with --dtype bfloat16 all floats are)")
-    max_recompiles: int | None = option(
-        None, "graphs that may be compiled after step 1; default: any, with a warning", unit="graphs", min=0
-    )
+    max_recompiles: int | None = option(None, HELP["max_recompiles"], unit="graphs", min=0)
     log_to: tuple[str, ...] = option((), "send the numbers on to tensorboard, wandb or both", unit="list")
 
     def __post_init__(self) -> None:

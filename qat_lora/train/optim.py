@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qat_lora.config import common, option, settings
+from qat_lora.config import HELP, common, option, settings
 from qat_lora.errors import ConfigError
 from qat_lora.runtime.base import Runtime
 from qat_lora.types import LanguageModel
@@ -40,9 +40,7 @@ _decay = functools.partial(option, min=0, below=1)
 class OptimConfig:
     """How the trained tensors move."""
 
-    lr: float | Literal["auto"] = common(
-        "auto", "peak learning rate of adapter and weights; auto: found by short trials on training rows", above=0
-    )
+    lr: float | Literal["auto"] = common("auto", HELP["lr"], above=0)
     scale_lr: float | None = option(None, "peak learning rate of scales and tables; default: half of --lr", above=0)
     norm_lr: float | None = option(None, "peak learning rate of norms; default: a third of --lr", above=0)
     schedule: Literal["cosine", "constant"] = option("cosine", "learning rate after warm-up")
@@ -51,11 +49,7 @@ class OptimConfig:
     weight_decay: float = option(0.0, "decoupled weight decay of adapter and weights, not of scales and norms", min=0)
     clip_grad_norm: float = option(1.0, "largest gradient norm over all trained tensors", above=0)
     adam_beta2: float = _decay(0.99, "decay of the second moment; short runs want less than 0.999")
-    ema: float = _decay(
-        0.0,
-        "decay of a moving average of what trains, evaluated and exported in its place; 0: none, true: 0.999, as usual",
-        on=0.999,
-    )
+    ema: float = _decay(0.0, HELP["ema"], on=0.999)
 
 
 def peak_lr(config: OptimConfig, kind: str) -> float:
