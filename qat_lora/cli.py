@@ -168,7 +168,7 @@ class OptionsCommand(click.Command):
         if options.run.json and rank_info().rank == 0:  # under torchrun every process comes here
             echo(json_text(_plain(result), "the result", default=str))
         elif not options.run.quiet and rank_info().rank == 0:
-            from qat_lora.plan.next_command import next_command
+            from qat_lora.plan.advice import next_command
 
             if line := next_command(self.command.words, options, result):
                 echo(f"{highlight('next:', sys.stdout, bold=True)} {line}")

@@ -14,7 +14,7 @@ import pytest
 from shown_commands import PAGES as COMMAND_PAGES
 from shown_commands import parse, spans
 
-from qat_lora.commands.bench import load_program
+from qat_lora.commands.repository import load_program
 from qat_lora.registry import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,7 +11,7 @@ import yaml
 
 import qat_lora
 from qat_lora import cli
-from qat_lora.commands import examples
+from qat_lora.commands import repository
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -30,8 +30,8 @@ def test_examples_are_those_of_the_wheel(tmp_path, monkeypatch, capfd):
     """From an installed package, as `setup.py` lays it out (`make wheel` does the whole of it), and from a clone."""
     tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
     (copied,) = (ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign))
-    assert copied == examples.FOLDERS and examples.home() == ROOT
-    clone = {f"{folder}/{p.name}" for folder, kind in examples.FOLDERS.items() for p in (ROOT / folder).glob(kind)}
+    assert copied == repository.FOLDERS and repository.home() == ROOT
+    clone = {f"{folder}/{p.name}" for folder, kind in repository.FOLDERS.items() for p in (ROOT / folder).glob(kind)}
     assert len(clone) > 20
     for name in clone:
         (tmp_path / "lib/qat_lora/examples" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from qat_lora.commands.bench import load_program
+from qat_lora.commands.repository import load_program
 
 peers = load_program("peers", "plot")
 tools = load_program("peer_tools", "plot")

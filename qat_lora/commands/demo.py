@@ -1,12 +1,9 @@
 """`demo`: a small trained model loses its quality at 2 bits and gets it back, in minutes and offline.
 
-The text is one that every machine with Python has: the standard library's own source. A small Qwen3 model is trained on
-it towards saturation, because only a model that uses all its weights shows what low bits cost; an under-trained one
-hardly notices. Muon on the matrices gets there in a fraction of AdamW's tokens.
-
-The rest is nothing special: the same functions as `qat-lora cache build`, `quantize`, `recover` and `eval`, called on
-the folder of the trained model. Whole files are held out; tokenizer, teacher, cache, calibration and recovery never see
-them.
+The text is the source of Python's own library. A small Qwen3 model is trained on it towards saturation, because only a
+model that uses all its weights shows what low bits cost; Muon on the matrices gets there in a fraction of AdamW's
+tokens. The rest are the functions of `qat-lora cache build`, `quantize`, `recover` and `eval`. Whole files are held
+out, which tokenizer, teacher, cache, calibration and recovery never see.
 """
 
 import json
@@ -63,8 +60,8 @@ PROMPT = "    def __init__(self, name, value=None):\n        self."
 def demo(options: DemoOptions, runtime: Runtime) -> dict[str, Any]:
     """Run everything that is not yet complete under the output folder; print and return the report."""
     run = options.run
-    out = Path(run.out or "runs/demo")
-    with outputs.claimed(out, "demo", _identity(run), run.overwrite) as complete:
+    out, identity = Path(run.out or "runs/demo"), _identity(run)
+    with outputs.claimed(out, "demo", identity, run.overwrite) as complete:
         if not complete:
             _make(out, run, runtime)
             outputs.complete(out)
@@ -173,10 +170,9 @@ def _train(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig) -> Non
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum whose update is made nearly orthogonal (Jordan et al. 2024), its size that of AdamW's updates.
+    """torch.optim.Muon with updates of AdamW's size, whose products are in a `dtype` that the device is fast in.
 
-    torch.optim.Muon multiplies in bfloat16 wherever it runs. A CPU without instructions for it emulates that, some 80
-    times slower than float32, and the optimizer then takes three quarters of a step; hence `dtype`.
+    torch's are in bfloat16, which a CPU may emulate, some 80 times slower: three quarters of a step.
     """
 
     def __init__(
@@ -233,9 +229,8 @@ def _write_report(
     report: dict[str, Any], scores: dict[str, Any], folders: dict[str, Path], run: RunConfig, runtime: Runtime
 ) -> None:
     """Write report.json, report.md, report.png, and report.txt, which is what the terminal shows."""
-    out = Path(str(run.out))
+    out, table = Path(str(run.out)), table_rows(scores)
     save_json(report, out / "report.json")
-    table = table_rows(scores)
     curves = [out / "recovered" / name for name in LOGS]
     steps, evaluations = map(read_metrics, curves)
     kls, edge = [line["kl"] for line in steps if "kl" in line], max(1, len(steps) // 25)

@@ -26,7 +26,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from qat_lora.commands.bench import load_program
+from qat_lora.commands.repository import load_program
 from qat_lora.errors import QatLoraError, one_line
 from qat_lora.plan.devices import KNOWN
 from qat_lora.registry import COMMANDS, Requirements

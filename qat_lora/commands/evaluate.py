@@ -90,8 +90,12 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
                 report["texts"][name]["source"] = json.loads(source)
             if prompts is not None:
                 report |= _generate(models, prompts, tokenizer.eos_token_id, decode, options, runtime)
-            if manager:
-                report["tasks"] = _tasks(models, tokenizer, options, manager)
+            tasks: dict[str, Any] = {}
+            for name, model in models.items() if manager else ():
+                say(run, f"{name}: {', '.join(options.harness.tasks)}")
+                how = manager, options.batch_size, model.max_positions, run.seed
+                tasks[name] = run_tasks(model.module, tokenizer, options.harness, *how)
+            report["tasks"] = tasks or None
             save_json(report["models"], out / "scores.json")
             save_json(report, out / "report.json")
             drawing = out / "scores.png"
@@ -196,11 +200,3 @@ def _generate(
         pairs_of_ids = zip(prompts[:SAMPLES], ids[:SAMPLES].tolist(), strict=True)
         samples[name] = [decode([*prompt, *new_ids]) for prompt, new_ids in pairs_of_ids]
     return {"generation": found, "samples": samples}
-
-
-def _tasks(models: dict[str, CausalLM], tokenizer: Any, options: EvalOptions, manager: Any) -> dict[str, Any]:
-    found, harness, rows, seed = {}, options.harness, options.batch_size, options.run.seed
-    for name, model in models.items():
-        say(options.run, f"{name}: {', '.join(harness.tasks)}")
-        found[name] = run_tasks(model.module, tokenizer, harness, manager, rows, model.max_positions, seed)
-    return found

@@ -1,4 +1,4 @@
-"""The command that writes a student for other tools.
+"""The commands that write a student for other tools, and that upload what was written to the Hugging Face Hub.
 
 Everything that can be refused is refused before the output folder is touched. Then the files are made under another
 name and moved in, last those without which nothing loads: a kill never leaves half a model that loads.
@@ -21,6 +21,7 @@ from qat_lora.evaluate.report import save_json
 from qat_lora.evaluate.score import measure
 from qat_lora.export.card import Card, cache_of_run, labelled, model_card, read_origin, read_scores
 from qat_lora.export.forms import FORMS, ExportJob, ExportPlan, display_name, usage
+from qat_lora.export.hub import check_repo, files_to_upload, upload, upload_summary
 from qat_lora.export.integers import Container, head_importance, with_integers
 from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256, seal
@@ -31,7 +32,7 @@ from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.copies import copy_tokenizer
 from qat_lora.models.load import CausalLM, load_tokenizer, stored_dtype
 from qat_lora.models.student import Student, adapter_folder, open_student
-from qat_lora.options import ExportOptions
+from qat_lora.options import ExportOptions, PushOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import cached_calibration_rows, check_fits, fits_positions, say, text_batches, text_inputs
 from qat_lora.types import Batch
@@ -41,8 +42,7 @@ EMBEDDING_BITS = 4.5
 
 def export(options: ExportOptions, runtime: Runtime) -> Path:
     """Write a student in a form that other tools load, with a model card; return the folder."""
-    run = options.run
-    name = display_name(str(Path(str(options.student)).expanduser().absolute()))
+    run, name = options.run, display_name(str(Path(str(options.student)).expanduser().absolute()))
     out = Path(run.out or f"runs/export_{name}_{options.form}")
     student = open_student(str(options.student), options.hub)
     adapter, base = adapter_folder(str(options.student)), student.model.folder
@@ -51,11 +51,9 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
         raise ConfigError(f"form: {options.form} would copy {base}; it serves as it is: {serve}; allowed: merged, pt")
     tokenizer = load_tokenizer(student.model.tokenizer_folder, options.hub.trust_remote_code)
     module = student.model.module
-    origin = read_origin(module.config, adapter)  # before merging forgets it
-    weights = weight_count(module)
+    origin, weights = read_origin(module.config, adapter), weight_count(module)  # before merging forgets it
     scores = None if options.scores is None else read_scores(options.scores)
-    dtype = FORMS[options.form].dtype or stored_dtype(base)
-    dtype = dtype if options.dtype == "auto" else options.dtype
+    dtype = (FORMS[options.form].dtype or stored_dtype(base)) if options.dtype == "auto" else options.dtype
     rows = functools.cache(lambda: _text_rows(options, student, adapter, tokenizer))
 
     def importance() -> Tensor:
@@ -78,19 +76,18 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
             held = {**plan.containers, **plan.tables}
             result |= _rounding_kl(student.model, held, rows()[1], run.quiet, runtime)
             result["measured_on"] += f" of {rows()[0]}"
-        base_sha256 = checkpoint_sha256(student.model.folder)
         with moved_into(out) as draft:
             plan.write(draft)
             copy_tokenizer(student.model.tokenizer_folder, draft)
             seal(draft)
             result |= _sizes(draft, weights)
             card = Card(
-                name, options.form, origin, base_sha256, student.bits_per_weight, result, _command(options, name),
-                usage(options.form, adapter is not None), plan.notes, scores, options.license,
+                name, options.form, origin, checkpoint_sha256(base), student.bits_per_weight, result,
+                _command(options, name), usage(options.form, adapter is not None), plan.notes, scores, options.license,
             )  # fmt: skip
             (draft / "README.md").write_text(model_card(card), encoding="utf-8")
-            kept = {"form": options.form, "bits_per_weight": student.bits_per_weight, **result}
-            save_json(kept, draft / "result.json")
+            made = {"form": options.form, "bits_per_weight": student.bits_per_weight}
+            save_json(made | result, draft / "result.json")
         outputs.complete(out)
     for line in (*(f"{name}: {value}" for name, value in labelled(result).items()), *plan.notes):
         say(run, line)
@@ -173,3 +170,21 @@ def _command(options: ExportOptions, name: str) -> str:
     command += " --exact-only" if options.exact_only else ""
     command += f" --embedding-bits {options.embedding_bits:g}" if options.embedding_bits else ""
     return command + (f" --dataset {display_name(options.text.dataset)}" if options.text.dataset else "")
+
+
+def push(options: PushOptions, runtime: Runtime, api: Any = None) -> dict[str, object]:
+    """Check a folder, and upload it from the main process unless it is a dry run; ModelError, ConfigError: why not."""
+    run, folder, repo = options.run, Path(str(options.folder)), str(options.repo)
+    check_repo(repo)
+    files = files_to_upload(folder)
+    result = upload_summary(folder, files) | {"repo": repo, "uploaded": False}
+    for name, size_bytes in files.items():
+        say(run, f"{size_bytes:>14,}  {name}")
+    size = f"{len(files)} files, {result['size_bytes']:,} bytes"
+    if options.dry_run:
+        say(run, f"{size}, fit to go to {repo}; nothing was uploaded (--dry-run)")
+    elif runtime.is_main:
+        url = upload(folder, files, repo, options.private, api)
+        say(run, f"{size}, uploaded: {url}")
+        result |= {"uploaded": True, "url": url}
+    return result

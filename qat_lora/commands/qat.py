@@ -1,8 +1,7 @@
 """`qat`: train a quantised model itself: its scales, tables and norms, or its weights through their quantiser.
 
-The loop is that of a recovery adapter; the result is a quantised model instead of an adapter. What is made before the
-loop is kept in folders under the run's own, each a model that loads by itself: `quantised` (with `--from-scratch`) and
-`blockwise` (with `--blockwise-steps`). An interrupted run finds them there and goes on after them.
+What is made before the loop stays in folders under the run's own, each a model that loads by itself: `quantised` (with
+`--from-scratch`) and `blockwise` (with `--blockwise-steps`). An interrupted run goes on after them.
 """
 
 from dataclasses import fields

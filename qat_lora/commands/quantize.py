@@ -34,8 +34,8 @@ from qat_lora.setup.common import calibration, say, text_inputs
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.types import Batch
 
+# Settings that say where things lie; what lies there counts instead.
 NO_PART_OF_THE_RESULT = ("model", "text", "kd_cache_dir", "dry_run", "hub", "run")
-"""Settings that say where things lie; what lies there counts instead."""
 
 
 def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
@@ -117,14 +117,15 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         remove_pieces(out)
     if facts:
         ranks = [rank for rank in facts["adapter_ranks"].values() if rank]
-        say(
-            run,
-            f"{facts['bytes'] / 1e6:.3f} MB; adapters on {len(ranks)} layers, of rank {max(ranks, default=0)} or less",
-        )
+        adapters = f"adapters on {len(ranks)} layers, of rank {max(ranks, default=0)} or less"
+        say(run, f"{facts['bytes'] / 1e6:.3f} MB; {adapters}")
     for rule in rules if len(rules) > 1 else ():
         say(run, f"  {rule['bits_per_weight'] or 'kept':>6}  {rule['layers']:>4} layers  {rule['pattern']}")
-    if fitter.unreached:
-        say(run, _of_unreached(fitter.unreached))
+    if experts := sorted({name.rpartition(".")[0] for name in fitter.unreached}):
+        named = ", ".join(experts[:6]) + (f" and {len(experts) - 6} more" if len(experts) > 6 else "")
+        few = f"fewer than {FEWEST_TOKENS} calibration tokens reach {len(experts)} experts ({named})"
+        instead = "fitted by what the other experts of their layer get; more --calibration-rows reach more"
+        say(run, f"warning: {few}: {instead}")
     say(run, reach)
     say(run, f"{bits['base']:.2f} bits per weight in {len(targets)} layers, {bits['model']:.2f} in the model, at {out}")
     return out
@@ -144,16 +145,6 @@ def _fit(
     if options.calibrate_on == "student" and options.init in NEED_TEXT:
         return quantize_sequential(fitter, batches, forward)
     return quantize_layers(fitter, second_moments(model.module, fitter.targets, batches, forward, fitter.costs))
-
-
-def _of_unreached(layers: set[str]) -> str:
-    """Return a warning that names the experts that calibration hardly reached."""
-    experts = sorted({name.rpartition(".")[0] for name in layers})
-    more = f" and {len(experts) - 6} more" if len(experts) > 6 else ""
-    return (
-        f"warning: fewer than {FEWEST_TOKENS} calibration tokens reach {len(experts)} experts ({', '.join(experts[:6])}"
-        f"{more}): fitted by what the other experts of their layer get; more --calibration-rows reach more"
-    )
 
 
 def _sensitivities(

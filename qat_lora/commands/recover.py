@@ -21,17 +21,10 @@ from qat_lora.models.student import with_tokenizer
 from qat_lora.options import RecoverOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
+from qat_lora.setup import training
 from qat_lora.setup.common import check_fits, fetch, run_name, say, text_inputs
 from qat_lora.setup.trainable import check_scales, check_twin, recovery_parts
-from qat_lora.setup.training import (
-    TrainingRun,
-    by_replicas,
-    cache_training_data,
-    complete_run,
-    in_steps,
-    text_training_data,
-    train_student,
-)
+from qat_lora.setup.training import TrainingRun, by_replicas, complete_run, in_steps, train_student
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.train.blockwise import BLOCK_LR, BlockTraining, blocks_of, reconstruct
 from qat_lora.train.optim import Groups, OptimConfig
@@ -42,7 +35,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     run, loop = options.run, options.loop
     student = str(options.checkpoint or options.model)
     out = Path(run.out or f"runs/recovery_{run_name(student)}{by_replicas(loop, runtime)}")
-    data = cache_training_data(options) if options.uses_cache else None
+    data = training.cache_training_data(options) if options.uses_cache else None
     fetch(runtime, student, options.hub, "checkpoint" if options.checkpoint else "model")
     model = load_model(student, options.hub, run.dtype, dequantize=True)
     is_gguf = model.folder.suffix == GGUF
@@ -55,7 +48,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     elif options.tokenizer is not None:
         raise ConfigError(f"tokenizer: {student} has its own; leave it out")
     if data is None:
-        data = text_training_data(options, model)
+        data = training.text_training_data(options, model)
     else:
         check_fits(data.rows, model)
         model = data.with_vocabulary(model)
@@ -71,10 +64,8 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     full = None
     if options.blockwise:
         if runtime.replicas > 1 or runtime.layer_scan() is not None:
-            raise ConfigError(
-                f"blockwise: one process on a CPU or GPU trains block by block, and this is {runtime.description}; "
-                "leave it out"
-            )
+            needs = f"one process on a CPU or GPU trains block by block, and this is {runtime.description}"
+            raise ConfigError(f"blockwise: {needs}; leave it out")
         full = load_model(str(options.model), options.hub, "stored")
         check_twin(model, full)
         settings |= {"blockwise": True, "model_sha256": checkpoint_sha256(full.folder)}
@@ -87,10 +78,8 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     dtype = torch.bfloat16 if loop.autocast else model.module.dtype
 
     def groups() -> Groups:
-        inside = ""
-        if options.blockwise:
-            inside = f"{blocks_of(model.module)}.{model.config.num_hidden_layers - 1}"
-        return recovery_parts(model, options.train_scales, options.train_norms, dtype, inside)
+        last = f"{blocks_of(model.module)}.{model.config.num_hidden_layers - 1}" if options.blockwise else ""
+        return recovery_parts(model, options.train_scales, options.train_norms, dtype, last)
 
     def announce(groups: Groups) -> str:
         count = sum(tensor.numel() for tensors in groups.values() for tensor in tensors.values())
@@ -125,11 +114,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
 
 
 def _block_by_block(plan: TrainingRun, model: CausalLM, full: CausalLM, dtype: torch.dtype) -> list[dict[str, float]]:
-    """Train the adapters of all decoder layers but the last, each by what the full-precision layer puts out.
-
-    Every layer sees the rows that the run's steps read. The last one is left for the run itself: what it puts out are
-    logits, so it learns from the cache.
-    """
+    """Train the adapters of all decoder layers but the last, whose output is logits, each on the rows of the run."""
     options, runtime, out, rows = plan.options, plan.runtime, plan.out, plan.data.rows
     loop, run, layers = options.loop, options.run, model.config.num_hidden_layers - 1
     steps = loop.max_steps * loop.accumulation(1)
@@ -145,12 +130,9 @@ def _block_by_block(plan: TrainingRun, model: CausalLM, full: CausalLM, dtype: t
 
     with stop_signals() as stopped:
         work = Unfinished(out, "layers", layers, stopped)
-        batches = [
-            {name: batch[name] for name in ("input_ids", "document_ids")}
-            for batch in rows.batches(0, steps, loop.batch_size, seed=run.seed)
-        ]
-        rates = OptimConfig(lr=BLOCK_LR)
-        how = prepare, rates, steps, zeros_in(out), runtime, work, run.quiet
+        whole = rows.batches(0, steps, loop.batch_size, seed=run.seed)
+        batches = [{name: batch[name] for name in ("input_ids", "document_ids")} for batch in whole]
+        how = prepare, OptimConfig(lr=BLOCK_LR), steps, zeros_in(out), runtime, work, run.quiet
         shares = reconstruct(model, full, batches, BlockTraining(*how), leave=1)
     say(run, "error of each layer's output: " + ", ".join("{before:.4f} -> {after:.4f}".format(**x) for x in shares))
     return shares

@@ -1,8 +1,7 @@
-"""`smoke`: every part of a recovery run on this device, at toy size, one line a check.
+"""`smoke`: every part of a recovery run on this device, at toy size, one line a check, until the first that fails.
 
-Nothing is mocked and nothing is downloaded. The functions that the real commands call make a random teacher, a cache of
-its logits, a 2-bit student and an adapter, so a tick means that the real thing works on this device, and a cross comes
-with the error that it would have given. The checks stop at the first failure, because each needs those before it.
+Nothing is mocked and nothing is downloaded: the functions of the real commands make a random teacher, its cache, a
+2-bit student and an adapter, so a tick means that the real thing works here.
 """
 
 import json
@@ -53,10 +52,6 @@ class _Bench(NamedTuple):
     @property
     def steps(self) -> int:
         return self.options.train_epochs * STEPS_PER_EPOCH if self.options.run_training else SHORT_STEPS
-
-    @property
-    def trained(self) -> Path:
-        return self.folder / "run"
 
     def settings(self, name: str) -> RunConfig:
         """Return the run settings of a part: its own folder, and no output of its own."""
@@ -144,7 +139,7 @@ def _recover(bench: _Bench, out: str) -> Path:
 def _training(bench: _Bench) -> str:
     """The recovery run; its loss falls, if it is long enough to say so."""
     _recover(bench, "run")
-    losses = [line["loss"] for line in read_metrics(bench.trained / "metrics.jsonl")]
+    losses = [line["loss"] for line in read_metrics(bench.folder / "run" / "metrics.jsonl")]
     _require(len(losses) == bench.steps, f"the log has {len(losses)} of {bench.steps} steps")
     _require(all(map(math.isfinite, losses)), f"the loss is not finite: {losses}")
     compiled = bench.runtime.compile_report().get("graphs_compiled")
@@ -177,7 +172,7 @@ def _checkpoint(bench: _Bench) -> str:
     runtime.save({"tensor": tensor}, saved)
     expected = torch.tensor([[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]])
     _require(torch.equal(load_file(saved)["tensor"], expected), "a saved tensor reads back changed")
-    names = [path.name for path in checkpoints(bench.trained / "checkpoints")]
+    names = [path.name for path in checkpoints(bench.folder / "run" / "checkpoints")]
     wanted = [f"step-{step:06d}" for step in (bench.steps // 2, bench.steps)]
     _require(names == wanted, f"expected the checkpoints {wanted}, found {names}")
     return f"{' and '.join(names)} complete"
@@ -189,12 +184,15 @@ def _resume(bench: _Bench) -> str:
     if killed.exists():
         raise OutputExistsError(f"{killed}: holds files that no run made; move it away, or choose another --out")
     ours(killed / outputs.MARK)
-    shutil.copytree(bench.trained, killed)
+    shutil.copytree(bench.folder / "run", killed)
     outputs.reopen(killed)
     shutil.rmtree(checkpoints(killed / "checkpoints")[-1])
     result = json.loads((_recover(bench, "killed") / "result.json").read_text(encoding="utf-8"))
     _require(result["resumed_from"] == middle, f"went on from step {result['resumed_from']}, not {middle}")
-    ends = [load_file(checkpoints(run / "checkpoints")[-1] / "trained.safetensors") for run in (bench.trained, killed)]
+    ends = [
+        load_file(checkpoints(run / "checkpoints")[-1] / "trained.safetensors")
+        for run in (bench.folder / "run", killed)
+    ]
     difference = max((ends[0][name] - ends[1][name]).abs().max().item() for name in ends[0])
     # A CPU repeats its sums in the same order; other devices need not.
     allowed = 0.0 if bench.runtime.device.type == "cpu" else 1e-3

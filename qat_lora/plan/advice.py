@@ -1,20 +1,58 @@
-"""What to lower when a run does not fit: every device's out-of-memory error, answered with the command's own flags.
+"""What to do next: the command that usually follows one that ended, or what to lower where memory was too little.
 
 `recover` is answered from its plan, which knows the largest parts. The other commands hold little besides weights and
-one batch, so each has a list of settings to lower, with the value to try next. The launcher asks `advise` where memory
-was too little.
+one batch, so each has a list of settings to lower, with the value to try next. Plans are imported when they are asked
+for: where a command ended well, nobody waits for transformers.
 """
 
 import functools
+import shlex
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+from qat_lora.cache.storage.store import read_manifest
 from qat_lora.errors import QatLoraError
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.options import CacheBuildOptions, EvalOptions, QatOptions, QuantizeOptions, RecoverOptions
-from qat_lora.plan.memory import GIB
-from qat_lora.plan.training import device_of, plan_recover
 from qat_lora.quant.initialize import NEED_TEXT
 from qat_lora.runtime.base import default_loss_chunk_mb
+
+# Held-out text that others report too.
+WIKITEXT = "--dataset Salesforce/wikitext --dataset-config wikitext-2-raw-v1 --split test --format wikitext"
+
+
+def next_command(words: str, options: Any, result: Any) -> str | None:
+    """Return the command line for after `words` ended with a `result`; None where nothing follows."""
+    if getattr(options, "dry_run", False) or not isinstance(result, Path | dict):
+        return None
+    found = _next(words, options, str(result))
+    return shlex.join(["qat-lora", *map(str, found)]) if found else None
+
+
+def _next(words: str, options: Any, out: str) -> Sequence[Any]:
+    match words:
+        case "cache build":
+            return "quantize", "--model", options.teacher or "MODEL", "--kd-cache-dir", out
+        case "quantize" if options.kd_cache_dir:
+            return "recover", "--checkpoint", out, "--kd-cache-dir", options.kd_cache_dir
+        case "quantize":
+            return "cache", "build", "--teacher", options.model, "--dataset", options.text.dataset or "TEXT"
+        case "recover" | "qat" if not isinstance(options, RecoverOptions) or options.uses_cache:
+            teacher = read_manifest(options.kd_cache_dir).fingerprint.teacher
+            return "eval", "--teacher", teacher, "--students", out, *shlex.split(WIKITEXT)
+        case "recover":
+            return "export", "--student", out
+        case "eval" if options.students:
+            student = options.students[-1].rpartition("=")[2]
+            told = Path(student, "result.json")
+            if told.is_file() and '"form"' in told.read_text(encoding="utf-8"):  # an export is not exported again
+                return _next("export", options, student)
+            return "export", "--student", student, "--scores", options.run.out or "runs/eval"
+        case "export":
+            return "push", out, "OWNER/NAME", "--dry-run"
+    return ()
 
 
 @functools.singledispatch
@@ -66,18 +104,27 @@ def eval_advice(options: EvalOptions) -> str:
 @advise.register
 def qat_advice(options: QatOptions) -> str:
     """Return what to lower in `qat`; its parts are what `--dry-run` shows."""
-    loop, rows = options.loop, options.loop.batch_size
-    chunk = options.objective.loss_chunk_mb or default_loss_chunk_mb(device_of(options.run))
-    steps = "" if loop.global_batch_size else f" --accumulation-steps {loop.accumulation_steps * 2}"
+    again, batch, chunk = _loop_answers(options)
     answers = _try(
-        "" if loop.gradient_checkpointing else "--gradient-checkpointing",
-        f"--batch-size {rows // 2}{steps}" if rows > 1 else "",
+        again,
+        batch,
         f"--loss-chunk-mb {chunk // 2}" if chunk > 1 else "",
         "--mergeable instead of training whole weights" if "weights" in options.train_parts else "",
         f"--calibration-rows {options.calibration_rows // 2}" if options.from_scratch else "",
         *(_fit_answers(options) if options.from_scratch and options.init in NEED_TEXT else ()),
     )
     return f"{answers}; --dry-run shows the parts"
+
+
+def _loop_answers(options: QatOptions | RecoverOptions) -> tuple[str, str, int]:
+    """Return the flags for less of a step at once, empty where there is no less, and the MiB of the loss's chunk."""
+    from qat_lora.plan.training import device_of
+
+    loop, rows = options.loop, options.loop.batch_size
+    chunk = options.objective.loss_chunk_mb or default_loss_chunk_mb(device_of(options.run))
+    steps = "" if loop.global_batch_size else f" --accumulation-steps {loop.accumulation_steps * 2}"
+    batch = f"--batch-size {rows // 2}{steps}" if rows > 1 else ""
+    return "" if loop.gradient_checkpointing else "--gradient-checkpointing", batch, chunk
 
 
 def _try(*answers: str) -> str:
@@ -87,15 +134,15 @@ def _try(*answers: str) -> str:
 @advise.register
 def recover_advice(options: RecoverOptions) -> str:
     """Return the largest parts of a recovery, and which flag makes each smaller, with the value to try."""
+    from qat_lora.plan.memory import GIB
+    from qat_lora.plan.training import plan_recover
+
     try:
         parts = plan_recover(replace(options, preload=False)).report["bytes"]
     except QatLoraError:  # a model that cannot be estimated still gets the general answer
         return "Lower --batch-size and raise --accumulation-steps, or give --gradient-checkpointing"
-    loop, rows = options.loop, options.loop.batch_size
-    chunk = options.objective.loss_chunk_mb or default_loss_chunk_mb(device_of(options.run))
-    steps = "" if loop.global_batch_size else f" --accumulation-steps {loop.accumulation_steps * 2}"
-    batch = f"--batch-size {rows // 2}{steps}" if rows > 1 else "a cache with shorter rows"
-    again = "" if loop.gradient_checkpointing else "--gradient-checkpointing"
+    again, batch, chunk = _loop_answers(options)
+    batch = batch or "a cache with shorter rows"
     answers = {
         "activations": f"{again}, or {batch}" if again else batch,
         "formed weights": again,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qat_lora import cli
-from qat_lora.commands.bench import load_program
+from qat_lora.commands.repository import load_program
 from qat_lora.errors import ConfigError
 
 bench = load_program("table", "bench")

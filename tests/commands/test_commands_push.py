@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from toy_pipeline import cache_options, call, export_options, part, quantize_options, recover_options
 
-from qat_lora.commands.push import push
+from qat_lora.commands.export import push
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.export.hub import files_to_upload, upload_summary
 from qat_lora.files.checksums import seal

@@ -53,15 +53,15 @@ def test_a_loss_that_does_not_fall_and_a_changed_resume_are_found(tmp_path, monk
     smoke._training(bench)
 
     training = smoke._Bench(SmokeOptions(run_training=True, run=RunConfig(dtype="float32")), runtime, tmp_path / "flat")
-    (training.trained).mkdir(parents=True)
+    (training.folder / "run").mkdir(parents=True)
     lines = [{"step": step + 1, "loss": 0.5} for step in range(training.steps)]
     monkeypatch.setattr(smoke, "_recover", lambda bench, out: bench.folder / out)
-    (training.trained / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (training.folder / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     with pytest.raises(RuntimeError, match="went from 0.5000 to 0.5000"):
         smoke._training(training)
     monkeypatch.undo()
 
-    final = bench.trained / "checkpoints" / "step-000004" / "trained.safetensors"
+    final = bench.folder / "run" / "checkpoints" / "step-000004" / "trained.safetensors"
     tensors = load_file(final)
     name = next(iter(tensors))
     save_file(tensors | {name: tensors[name] + 0.01}, final)

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from qat_lora import cli
-from qat_lora.plan.next_command import next_command
+from qat_lora.plan.advice import next_command
 
 
 def printed(line: str, capfd) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.commands.bench import load_program
+from qat_lora.commands.repository import load_program
 from qat_lora.quant import gptq, initialize
 from qat_lora.quant.initialize import refine_rows
 from qat_lora.quant.spec import QuantSpec

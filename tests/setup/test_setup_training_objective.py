@@ -10,10 +10,10 @@ from toy_pipeline import cache_options, call, quantize_options, recover_options
 
 from qat_lora.cache.format.codec import OPTIONAL
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.commands import recover as recover_module
 from qat_lora.errors import CacheError, ConfigError, OutputExistsError
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.launch.select import select_runtime
+from qat_lora.setup import training
 from qat_lora.setup.training import check_arrays, evaluation_objective, prepare
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import read_metrics
@@ -64,8 +64,8 @@ def test_each_learns_from_one_cache(made, objective, head_k):
     ids=["hybrid", "sampled", "full", "ce"],
 )
 def test_the_logs_kl_is_the_evaluations_on_the_same_rows(made, objective, tmp_path, monkeypatch):
-    real = recover_module.cache_training_data
-    monkeypatch.setattr(recover_module, "cache_training_data", lambda o: replace(data := real(o), evaluation=data.rows))
+    real = training.cache_training_data
+    monkeypatch.setattr(training, "cache_training_data", lambda o: replace(data := real(o), evaluation=data.rows))
     rows = len(KDCacheDataset(made[1]))
     loop = LoopConfig(batch_size=rows, max_steps=2, eval_steps=1)
     run = call("recover", replace(options(made, tmp_path / "run", **objective), loop=loop))
