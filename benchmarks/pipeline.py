@@ -16,6 +16,7 @@ way and started again; `same` says that its files have the same bytes then.
 
 Interrupt it at will: phases that stand in FILE, with the same settings, are not run again. 20 training steps of 4 x
 1,024 tokens at 0.6 B; `--shape 1.7b` has 2 steps and 16 rows; `--shape toy` shows in a minute that all of it works.
+`--init absmax` rounds without calibration, for the phases after it alone: their costs do not depend on the codes.
 """
 
 from __future__ import annotations
@@ -81,13 +82,14 @@ SHAPES = {
 }
 
 
-def phases(shape: Shape, text: str, work: Path) -> dict[str, tuple[list[str], str]]:
+def phases(shape: Shape, text: str, work: Path, init: str) -> dict[str, tuple[list[str], str]]:
     """Return the commands in order, by phase, each with its folder."""
     size = ["--length", str(shape.length)]
     cache = ["cache", "build", "--teacher", f"{work}/teacher", "--dataset", text, *size, "--teacher-batch-size", "2"]
     cache += ["--num-rows", str(shape.rows), "--eval-rows", "2", "--shard-rows", "8", "--top-k", "64"]
     quantize = ["quantize", "--model", f"{work}/teacher", "--preset", "q2_0", "--kd-cache-dir", f"{work}/cache"]
-    quantize += ["--calibration-rows", str(shape.calibration_rows)]
+    quantize += ["--calibration-rows", str(shape.calibration_rows), "--init", init]
+    quantize += ["--start-rank", "0"] if init == "absmax" else []  # which has no text to fit it to
     recover = ["recover", "--checkpoint", f"{work}/student", "--kd-cache-dir", f"{work}/cache", "--train-scales"]
     recover += ["--max-steps", str(shape.steps), "--batch-size", str(shape.batch), "--lr", "3e-4", "--save-steps", "5"]
     score = ["eval", "--teacher", f"{work}/teacher", "--students", f"{work}/run", "--dataset", text, *size]
@@ -211,35 +213,39 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="toy")
     parser.add_argument("--text", required=True, help="folder of Python files to read")
     parser.add_argument("--work", type=Path, required=True, help="folder for the model and all results; 10 GB at 0.6 B")
+    parser.add_argument("--init", default="descent", help="of the codes: as in `quantize`")
+    parser.add_argument("--steps", type=int, help="training steps; default: the shape's")
     parser.add_argument("--kill", action="store_true", help="run every phase once more, killed half way")
     parser.add_argument("--machine", default=platform.machine(), help="named in the result")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the result")
     arguments = parser.parse_args()
     shape, work = SHAPES[arguments.shape], arguments.work.resolve()
+    shape = shape._replace(steps=arguments.steps or shape.steps)
     work.mkdir(parents=True, exist_ok=True)
     checkpoint = make_teacher(shape, arguments.text, work / "teacher")
     result: dict[str, Any] = {
         "machine": arguments.machine,
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
         "shape": {"name": arguments.shape, **shape._asdict()},
+        "init": arguments.init,
         "checkpoint_gib": round(checkpoint / GIB, 3),
         "phases": {},
     }
     if arguments.out.is_file():
         earlier = json.loads(arguments.out.read_text(encoding="utf-8"))
-        if all(earlier[name] == result[name] for name in ("versions", "shape")):
+        if all(earlier[name] == result[name] for name in ("versions", "shape", "init")):
             result["phases"] = earlier["phases"]
-    per_s, commands = rate(), phases(shape, arguments.text, work)
+    per_s, commands = rate(), phases(shape, arguments.text, work, arguments.init)
     result |= {"date": time.strftime("%Y-%m-%d"), "gflops_a_thread": round(per_s / 1e9, 1)}
     for name, (order, folder) in commands.items():
         found = result["phases"].get(name)
         if found is None:
-            if name == "quantize":
+            if name == "quantize" and arguments.init != "absmax":
                 result["solver_operations"] = planned(order)["solvers"]["operations"]
             found = run(order, work / "log.txt")
             found["bytes"] = sum(file.stat().st_size for file in (work / folder).rglob("*") if file.is_file())
             counted = operations(shape, result.get("solver_operations", 0)).get(name)
-            if counted:
+            if counted and (name != "quantize" or arguments.init != "absmax"):
                 ratio = found["cpu_s"] / (counted / per_s)
                 found |= {"operations": counted, "ratio": round(ratio, 2), "holds": ratio <= ALLOWED}
             result["phases"][name] = found
