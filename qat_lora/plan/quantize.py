@@ -1,5 +1,6 @@
 """`quantize --dry-run`: what a quantised model would weigh, and what making it takes."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,7 +9,15 @@ import torch
 from qat_lora.errors import ModelError
 from qat_lora.layers.calibrate.fisher import fisher_bytes, kept_shape
 from qat_lora.layers.calibrate.fit import TURN_ROUNDS, TURNS
-from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, make_quant_skeleton, quant_layers, reach_of
+from qat_lora.layers.convert import (
+    LM_HEAD,
+    bits_per_weight,
+    block_of,
+    check_reach,
+    make_quant_skeleton,
+    quant_layers,
+    reach_of,
+)
 from qat_lora.models.load import cast
 from qat_lora.options import QuantizeOptions
 from qat_lora.plan.devices import Device, likely
@@ -26,6 +35,7 @@ from qat_lora.setup.allocation import choices
 FLOAT32_RATE = {"tpu": 1 / 6, "cuda": 1 / 15}  # of bfloat16's: six passes of a TPU, none of a card's product units
 COLUMN_S = {"cuda": 10 * 5e-6}  # seconds to launch the kernels of a column; elsewhere they are one call or one program
 COLUMN_PASSES = {"tpu": 11, "xla": 11}  # times a column's round moves its block, as in a v6e's program; else twice
+IMPORTS_BYTES = 400_000_000  # of a process that has imported torch and transformers
 CLIP_OPERATIONS = 8  # to round a weight at one clip, and to weigh the error
 
 
@@ -58,6 +68,11 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     quantised = sum(layer.in_features * layer.out_features for layer in layers)
     codes_bytes = int(bits["base"] * quantised) // 8
     has_text = options.text.dataset is not None or options.kd_cache_dir is not None
+    rows_bytes = 4 * options.calibration_rows * options.calibration_length * config.get_text_config().hidden_size
+    of_block = Counter[str | None]()
+    for name, layer in quant_layers(module).items():
+        of_block[block_of(name)] += 4 * layer.in_features * layer.out_features
+    widest = max(max(layer.in_features, layer.out_features) * layer.in_features for layer in layers)
     report: dict[str, Any] = {
         "model": str(options.model),
         "preset": options.preset,
@@ -69,6 +84,7 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
         "quantised_share": share,
         "stored_bytes": int(bits["model"] * parameters) // 8,
         "weights_bytes": max(stored.itemsize * parameters, 4 * (parameters - quantised) + codes_bytes),
+        "own_bytes": max(of_block.values()) + (2 * rows_bytes + 80 * widest if has_text else 8 * widest) + IMPORTS_BYTES,
         "scratch_bytes": fisher_bytes(module, options.init, options.metric) if has_text else 0,
         "inputs_and_outputs": sum(layer.in_features + layer.out_features for layer in layers),
     }
@@ -88,8 +104,9 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     starts = 4 * options.start_rank * report["inputs_and_outputs"]
     # Twice: finished blocks are kept until the whole is written.
     disk = 2 * (report["stored_bytes"] + starts) + report["scratch_bytes"]
-    memory = report["weights_bytes"]
-    return DryRun(report, text, Requirements("this quantisation", memory, memory, disk))
+    own = report["own_bytes"]
+    memory = own if device == "cpu" else own + report["weights_bytes"]
+    return DryRun(report, text, Requirements("this quantisation", memory, own, disk))
 
 
 def solver_work(module: torch.nn.Module, options: QuantizeOptions, column_passes: int) -> SolverWork:

@@ -127,7 +127,13 @@ def test_doctor_knows_what_a_planned_run_needs(made, tiny, tmp_path, capfd, monk
     plan, _, wanted = plan_recover(options)
     assert wanted.memory == wanted.host == plan["total_bytes"] and wanted.disk > 6 * 2 * plan["trained"]
     quantising = quantize_options(tiny, tmp_path / "out")
-    assert plan_quantize(quantising).requirements.memory == 4 * plan["parameters"]
+    rounding = plan_quantize(quantising)  # a GPU or TPU holds the weights, a host reads them from the files
+    assert rounding.requirements.memory == rounding.report["own_bytes"] == rounding.requirements.host
+    on_gpu = plan_quantize(replace(quantising, run=replace(quantising.run, device="cuda"))).requirements
+    assert on_gpu.memory == on_gpu.host + 4 * plan["parameters"]
+    with_text = plan_quantize(replace(quantising, kd_cache_dir=str(made / "cache"))).report
+    widest = max(r * c for r, c in ((64, 64), (64, 128)))
+    assert with_text["own_bytes"] - rounding.report["own_bytes"] >= 72 * widest  # ten matrices in float64, less one
     half = tmp_path / "half"
     load_model(str(tiny.teacher)).module.to(torch.bfloat16).save_pretrained(half)
     shutil.copy(tiny.teacher / "tokenizer.json", half)
