@@ -20,7 +20,7 @@ from qat_lora.errors import ConfigError, QatLoraError
 from qat_lora.evaluate.report import save_json
 from qat_lora.evaluate.score import measure
 from qat_lora.export.card import Card, cache_of_run, labelled, model_card, read_origin, read_scores
-from qat_lora.export.forms import FORMS, ExportJob, ExportPlan, display_name, usage
+from qat_lora.export.forms import FORMS, SEEING, ExportJob, ExportPlan, display_name, usage
 from qat_lora.export.hub import check_repo, files_to_upload, upload, upload_summary
 from qat_lora.export.integers import Container, head_importance, with_integers
 from qat_lora.files import outputs
@@ -31,6 +31,7 @@ from qat_lora.layers.convert import LM_HEAD, quant_layers, weight_count
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.copies import copy_tokenizer
 from qat_lora.models.load import CausalLM, load_tokenizer, stored_dtype
+from qat_lora.models.multimodal import REST, auto_class
 from qat_lora.models.student import Student, adapter_folder, open_student
 from qat_lora.options import ExportOptions, PushOptions
 from qat_lora.runtime.base import Runtime
@@ -49,6 +50,8 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     if base.suffix == GGUF and options.form not in ("merged", "pt"):
         serve = f"llama-server -m {base}" + (f" --lora {adapter / ADAPTER}" if adapter else "")
         raise ConfigError(f"form: {options.form} would copy {base}; it serves as it is: {serve}; allowed: merged, pt")
+    if student.model.rest and options.form not in SEEING:
+        raise ConfigError(f"form: {options.form} is not written for models that see; allowed: {', '.join(SEEING)}")
     tokenizer = load_tokenizer(student.model.tokenizer_folder, options.hub.trust_remote_code)
     module = student.model.module
     origin, weights = read_origin(module.config, adapter), weight_count(module)  # before merging forgets it
@@ -83,7 +86,9 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
             result |= _sizes(draft, weights)
             card = Card(
                 name, options.form, origin, checkpoint_sha256(base), student.bits_per_weight, result,
-                _command(options, name), usage(options.form, adapter is not None), plan.notes, scores, options.license,
+                _command(options, name),
+                usage(options.form, adapter is not None).replace("AutoModelForCausalLM", auto_class(module.config)),
+                plan.notes, scores, options.license,
             )  # fmt: skip
             (draft / "README.md").write_text(model_card(card), encoding="utf-8")
             made = {"form": options.form, "bits_per_weight": student.bits_per_weight}
@@ -139,9 +144,9 @@ def _sizes(draft: Path, weights: int) -> dict[str, Any]:
     """Return the sizes of the files of weights, and their bits over all weights of the model, embedding included."""
     suffixes = (".safetensors", ".gguf", ".pt")
     sizes = {file: file.stat().st_size for file in sorted(draft.rglob("*")) if file.suffix in suffixes}
-    total = sum(sizes.values())
+    total, rest = sum(sizes.values()), sum(size for file, size in sizes.items() if file.name == REST)
     files = ", ".join(f"{file.relative_to(draft).as_posix()} {size / 1e6:.3f} MB" for file, size in sizes.items())
-    found = {"weights_mb": round(total / 1e6, 3), "bits_over_all_weights": round(8 * total / weights, 3)}
+    found = {"weights_mb": round(total / 1e6, 3), "bits_over_all_weights": round(8 * (total - rest) / weights, 3)}
     return found | ({"files": files} if len(sizes) > 1 else {})
 
 

@@ -128,7 +128,7 @@ def model_card(card: Card) -> str:
     front: dict[str, Any] = {
         "license": card.license or "other",
         "library_name": FORMS[card.form].library,
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "image-text-to-text" if "ImageTextToText" in card.usage else "text-generation",
         "tags": ["qat-lora", "quantized", card.form],
     }
     if card.origin[MODEL].count("/") == 1:

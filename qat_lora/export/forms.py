@@ -84,3 +84,4 @@ FORMS = {
     "mlx": Form("mlx", "mlx", dtype="float16"),
     "pt": Form("plain:plan_state", "pytorch"),
 }
+SEEING = ("merged", "adapter", "compressed-tensors", "gguf", "gguf-merged")  # forms of models that see

@@ -99,9 +99,11 @@ def notes(model: CausalLM) -> list[str]:
     """Return where llama.cpp computes otherwise."""
     config, window = model.config, getattr(model.config, "sliding_window", None)
     used = getattr(config, "use_sliding_window", True) and window and window < config.max_position_embeddings
-    lines = []
+    lines = (
+        ["the text part alone: llama.cpp has the rest in an mmproj file, made of the original"] if model.rest else []
+    )
     if used and not architecture(model).gemma:
-        lines = [f"attention reaches back {window} tokens here, in llama.cpp over the whole text: longer texts differ"]
+        lines += [f"attention reaches back {window} tokens here, in llama.cpp over the whole text: longer texts differ"]
     if _rope(config)["rope_type"] == "longrope":
         short = _rope(config)["original_max_position_embeddings"]
         lines += [f"llama.cpp scales positions as for long texts where its context (-c) is longer than {short} tokens"]
@@ -112,6 +114,7 @@ def gguf_name(model: CausalLM, layer: str) -> str:
     """Return GGUF's name of a layer, by the library's own table; ModelError: the architecture has no such layer."""
     found = EXPERT.match(layer)
     layer = f"{found[1]}.{found[3]}" if found else layer  # the experts of a layer are one tensor
+    layer = re.sub(r"\b(language|text)_model\.", "", layer)
     names = tensor_names(ARCHITECTURES[model.config.model_type].name, model.config.num_hidden_layers)
     if name := names.get_name(layer):
         return str(name)
@@ -139,7 +142,7 @@ def write_settings(writer: Any, model: CausalLM, rows: int) -> None:
     rope, width = _rope(config), head_width(config)
     kind, scaling = rope["rope_type"], gguf.RopeScalingType
     original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    stretch = getattr(getattr(model.module, model.module.base_model_prefix).rotary_emb, "attention_scaling", 1.0)
+    stretch = getattr(model.backbone.rotary_emb, "attention_scaling", 1.0)
     if kind == "yarn":  # llama.cpp has this factor already
         stretch /= 0.1 * math.log(max(1.0, rope["factor"])) + 1
     windows = found.gemma and [layer == "sliding_attention" for layer in config.layer_types]
@@ -172,7 +175,7 @@ def own_tensors(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors that GGUF has beside a model's weights: what rotary frequencies are divided by, float32."""
     rope, config = _rope(model.config), model.config
     if rope["rope_type"] == "llama3":
-        actual = getattr(model.module, model.module.base_model_prefix).rotary_emb.inv_freq.detach().float().cpu()
+        actual = model.backbone.rotary_emb.inv_freq.detach().float().cpu()
         exponents = torch.arange(len(actual), dtype=torch.float32) / len(actual)
         yield "rope_freqs.weight", rope["rope_theta"] ** -exponents / actual
     if rope["rope_type"] == "longrope":

@@ -257,8 +257,7 @@ def head_importance(model: CausalLM, batches: Iterable[Batch] | None) -> Tensor:
     Without text: the square of the final norm's gain, which is its output for a constant input.
     """
     if batches is None:
-        backbone = getattr(model.module, model.module.base_model_prefix)
-        norm = backbone.norm
+        norm = model.backbone.norm
         return norm(torch.ones_like(norm.weight)).float().square().cpu()
     total, count = torch.zeros(model.config.hidden_size), 0
     for batch in batches:

@@ -33,6 +33,7 @@ from qat_lora.export.plain import with_adapter
 from qat_lora.extras import require
 from qat_lora.layers.convert import LM_HEAD, linear_layers, lora_layers, quant_layers
 from qat_lora.layers.experts import has_split_experts, siblings_of
+from qat_lora.models.multimodal import sees
 
 GPTQ_WIDTHS = (2, 3, 4, 8)
 WORD = 32
@@ -114,7 +115,7 @@ def _compressed_config(module: Any, found: dict[str, Integers]) -> dict[str, Any
     for i, ((bits, group), names) in enumerate(forms.items()):
         strategy = "group" if group else "channel"
         weights = schema.QuantizationArgs(num_bits=bits, symmetric=True, group_size=group, strategy=strategy)
-        targets = ["Linear"] if len(forms) == 1 else sorted(names)
+        targets = ["Linear"] if len(forms) == 1 and not sees(module.config) else sorted(names)
         groups[f"group_{i}"] = schema.QuantizationScheme(targets=targets, weights=weights, format=form)
     ignore = ["lm_head", *sorted(renamed(name) for name, _ in linear_layers(module) if name not in found)]
     config = schema.QuantizationConfig(

@@ -32,6 +32,7 @@ from qat_lora.layers.experts import has_split_experts, join_experts, siblings_of
 from qat_lora.models.adapter import CONFIG, SCALE, WEIGHTS, read_adapter
 from qat_lora.models.copies import GENERATION, copy_files, copy_tokenizer
 from qat_lora.models.load import DTYPES, cast, save_model
+from qat_lora.models.multimodal import add_rest
 
 BASE = "base"
 DROPPED = (
@@ -59,6 +60,7 @@ def plan_merged(job: ExportJob) -> ExportPlan:
         if hasattr(model.module.config, "quantization_config"):
             del model.module.config.quantization_config
         save_model(model.module, out)
+        add_rest(model, out)
         copy_files(model.folder, out, GENERATION)
 
     return ExportPlan(write)
@@ -94,6 +96,7 @@ def with_adapter(job: ExportJob, save: Callable[[Path], None]) -> Callable[[Path
 
     def write(out: Path) -> None:
         save(out)
+        add_rest(job.student.model, out)
         copy_files(job.student.model.folder, out, GENERATION)
         if job.adapter is not None:
             (out / "adapter").mkdir()

@@ -31,7 +31,6 @@ LM_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)$")
 MOST_LEFT = 0.05
 """Share of the blocks' weights that may stay unquantised without `--keep`, and with it without a warning: at 16 bits
 they add 0.7 bits to each weight of a 2-bit model, a third. Routers and short convolutions are 1 % or less."""
-SEES = "a model that sees or hears is not supported: only a checkpoint of its text part alone is"
 BLOCK_NAME = re.compile(r"^(?:[^.\d]\w*\.)*?\d+(?=\.)")
 
 
@@ -72,11 +71,6 @@ def quantize_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
     return targets
 
 
-def sees(config: Any) -> bool:
-    """Return True for the config of a model that has an encoder of images or sounds beside its text part."""
-    return any(getattr(config, part, None) is not None for part in ("vision_config", "audio_config"))
-
-
 def _matrices(model: nn.Module) -> dict[str, int]:
     """Return the size of every parameter of two or more dimensions in a decoder block."""
     found = {name.removesuffix(".weight"): p for name, p in model.named_parameters() if block_of(name)}
@@ -87,11 +81,9 @@ def check_reach(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
     """Return `quantize_targets`; refuse a model of which they are only a part, unless `--keep` asked for that.
 
     ModelError: more than `MOST_LEFT` of the weights of its blocks would stay as they are, as experts do that are
-        stacked in a form that `split_experts` does not know; or it sees or hears.
+        stacked in a form that `split_experts` does not know.
     ConfigError: what `quantize_targets` refuses.
     """
-    if sees(getattr(model, "config", None)):
-        raise ModelError(f"model: {SEES}")
     targets, matrices = quantize_targets(model, preset), _matrices(model)
     left = {name: size for name, size in matrices.items() if name not in targets and _kept_by(preset, name) is None}
     share = sum(left.values()) / max(1, sum(matrices.values()))

@@ -17,6 +17,7 @@ from qat_lora.files.checksums import check_folder
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import make_quant_skeleton, quant_layers
 from qat_lora.layers.experts import has_split_experts, split_experts
+from qat_lora.models.multimodal import cut_to_text, sees
 from qat_lora.quant.presets import Preset
 
 QUANT_METHOD = "qat-lora"
@@ -39,8 +40,11 @@ class QatLoraQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         for folder in {Path(file).parent for file in kwargs.get("checkpoint_files") or ()}:
             check_folder(folder)
+        cut = cut_to_text(model) if sees(model.config) else []
         split_experts(model)
         make_quant_skeleton(model, Preset.from_dict(self.quantization_config.preset))
+        for parts, name, part in cut:
+            parts[name] = part
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
@@ -57,7 +61,7 @@ class QatLoraQuantizer(HfQuantizer):
                 if part != "bias":
                     state[f"{name}.{part}"] = parameter.detach().half()
         check_finite(state, "model")
-        if has_split_experts(model):
+        if has_split_experts(model) or sees(model.config):
             model._weight_conversions = []  # tensors keep the names of their modules
         return state, {}
 

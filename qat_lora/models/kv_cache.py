@@ -43,7 +43,7 @@ def begin(model: CausalLM, input_ids_BL: Tensor, prompt_length: int) -> tuple[Te
 
     Where layers carry a state, padding would enter it: then of the prompt alone, with transformers' own cache.
     """
-    backbone = getattr(model.module, model.module.base_model_prefix)
+    backbone = model.backbone
     if keeps_state(model.config):
         output = backbone(input_ids=input_ids_BL[:, :prompt_length], use_cache=True)
         return output.last_hidden_state, output.past_key_values
@@ -66,5 +66,4 @@ def step(model: CausalLM, input_ids_B1: Tensor, position_1: Tensor, cache: Any) 
         cache.positions_T = position_1
         masks = step_masks(model.config, position_1, cache.length, computing_dtype(module))
     seen = {"attention_mask": masks, "past_key_values": cache, "use_cache": True}
-    backbone = getattr(module, module.base_model_prefix)
-    return backbone(input_ids=input_ids_B1, position_ids=position_1[None], **seen).last_hidden_state
+    return model.backbone(input_ids=input_ids_B1, position_ids=position_1[None], **seen).last_hidden_state

@@ -14,15 +14,17 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch import Tensor, nn
+from transformers.core_model_loading import apply_renamings
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -35,6 +37,7 @@ from qat_lora.files.checksums import (
     TOKENIZER,
     check_folder,
     is_state,
+    model_files,
     read_object,
     seal,
     weight_files,
@@ -43,7 +46,7 @@ from qat_lora.files.finite import check_finite
 from qat_lora.files.gguf_header import BASE, GGUF, read_header
 from qat_lora.layers.attention import AttentionKernel, Keep, blocked_attention, tiled_or
 from qat_lora.layers.calibrate.upcast import computing_dtype
-from qat_lora.layers.convert import SEES, quant_layers, sees, tied_embedding
+from qat_lora.layers.convert import quant_layers, tied_embedding
 from qat_lora.layers.experts import Experts, split_experts
 from qat_lora.layers.flex_attention import flex_or
 from qat_lora.layers.recurrent import keep_documents_apart, split_documents
@@ -52,6 +55,7 @@ from qat_lora.models.attention_mask import LONGEST_DENSE, MaskForm, attention_in
 from qat_lora.models.copies import copy_tokenizer
 from qat_lora.models.hf_quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
 from qat_lora.models.hub import DEFAULT_HUB, HubConfig
+from qat_lora.models.multimodal import add_rest, auto_class, cut_to_text, sees
 from qat_lora.quant.presets import Preset
 from qat_lora.types import LMHead
 
@@ -147,6 +151,7 @@ class CausalLM:
     folder: Path  # holds its files; or the GGUF file itself
     vocab_limit: int | None = None  # rows of the output head that count, where it has more (padded vocabularies)
     tokenizer: Path | None = None  # folder of its tokenizer, where `folder` is a GGUF file
+    rest: Mapping[str, int] = field(default_factory=dict)  # bytes of tensors in `folder` that are no text, by name
 
     def __post_init__(self) -> None:
         """Let attention of long rows keep no mask, also where nobody asks for a form of ours."""
@@ -157,6 +162,12 @@ class CausalLM:
     def tokenizer_folder(self) -> Path:
         """Holds the files of its tokenizer."""
         return self.tokenizer or self.folder
+
+    @property
+    def backbone(self) -> Any:
+        """The text model without its output head."""
+        whole = getattr(self.module, self.module.base_model_prefix)
+        return whole.get_decoder() if sees(self.module.config) else whole
 
     @property
     def config(self) -> Any:
@@ -223,7 +234,8 @@ class CausalLM:
         if self.config._attn_implementation in ("sdpa", LIBRARY):
             transformers.AttentionInterface.register(name, around(ALL_ATTENTION_FUNCTIONS["sdpa"]))
             transformers.AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-            self.module.set_attn_implementation(name)
+            with _quiet():  # of a vision tower that is not there
+                self.module.set_attn_implementation(name)
 
     def norms(self) -> dict[str, nn.Parameter]:
         """Return the parameters of all norms by name."""
@@ -242,8 +254,7 @@ class CausalLM:
         if keeps_state(self.config):
             keep_documents_apart(self.module, self.config.model_type)
             others["documents"] = split_documents(document_begins(document_ids_BL)[0])
-        backbone = getattr(self.module, self.module.base_model_prefix)
-        output = backbone(
+        output = self.backbone(
             input_ids=input_ids_BL, attention_mask=masks, position_ids=positions, use_cache=False, **others
         )
         return output.last_hidden_state
@@ -311,7 +322,7 @@ def load_model(
         with _quiet():
             config, state = _foreign(folder, hub, dequantize)
             attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
-            kind = transformers.AutoModelForCausalLM if state is None else type(on_meta(config))
+            kind = getattr(transformers, auto_class(config)) if state is None else type(on_meta(config))
             module, report = kind.from_pretrained(
                 folder if state is None else None,
                 config=config,
@@ -327,18 +338,28 @@ def load_model(
     except QatLoraError:
         raise
     except Exception as error:
-        reason = SEES if sees(config) else one_line(error, 300)
+        reason = one_line(error, 300)
         raise ModelError(f"model: {folder} does not load as a causal language model ({reason})") from None
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(problem):
             names = ", ".join(sorted(map(_tensor_name, report[problem]))[:6])
             kind = problem.removesuffix("_keys")
             raise ModelError(f"model: {folder} has {kind} tensors: {names}; they do not fit its config.json")
+    if sees(config):
+        cut_to_text(module)
     check_finite(module.state_dict(), f"model: {folder}")
     if device_map is None:  # else accelerate has its hooks in the modules as they are
         split_experts(module)
     module.eval().requires_grad_(False)
-    return CausalLM(module, folder)
+    return CausalLM(module, folder, rest=_rest_of(module, folder) if sees(config) else {})
+
+
+def _rest_of(module: Any, folder: Path) -> dict[str, int]:
+    """Return the bytes of the tensors in a folder that belong to neither decoder nor LM head, by their names there."""
+    own, renamings = (module.get_decoder(), module.get_output_embeddings()), module._weight_conversions or []
+    inside = tuple(f"{name}." for name, part in module.named_modules() if part in own)
+    stored = (item for file in model_files(folder) for item in load_file(file).items())  # mapped, not read
+    return {name: t.nbytes for name, t in stored if not apply_renamings(name, renamings).startswith(inside)}
 
 
 def _foreign(folder: Path, hub: HubConfig, dequantize: bool) -> tuple[Any, dict[str, Tensor] | None]:
@@ -381,7 +402,12 @@ def read_state(file: Path) -> dict[str, Tensor]:
 def on_meta(config: Any) -> Any:
     """Return the model of a config on the meta device: shapes without memory."""
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config)
+        module = getattr(transformers, auto_class(config)).from_config(config)
+    whole = module.num_parameters()
+    if sees(config):
+        cut_to_text(module)
+    module.rest_weights = whole - module.num_parameters()
+    return module
 
 
 def stored_dtype(folder: Path) -> str:
@@ -413,11 +439,13 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
 def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str, Any]) -> None:
     """Write a quantised model without adapters, and its tokenizer files; `details`, in config.json, are for people."""
     if tied_embedding(model.module) is not None:
-        preset, model.config.tie_word_embeddings = replace(preset, tied=True), False
+        preset = replace(preset, tied=True)
+        model.config.tie_word_embeddings = model.module.config.tie_word_embeddings = False
     quantization = QatLoraQuantizationConfig(preset.to_dict(), details=details)
     model.module.config.quantization_config = quantization
     model.module.hf_quantizer = QatLoraQuantizer(quantization)
     save_model(model.module, out)
+    add_rest(model, out)
     copy_tokenizer(model.folder, out)
     seal(out)
 

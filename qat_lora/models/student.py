@@ -41,7 +41,7 @@ def stored_sizes(model: CausalLM, adapter: Path | None = None) -> dict[str, floa
     """Return the MB of a model's files of weights, its adapter's included, and their bits over all its weights."""
     files = {*model_files(model.folder), *([adapter] if adapter else [])}
     stored_bytes = sum(file.stat().st_size for file in files)
-    bits = 8 * stored_bytes / weight_count(model.module)
+    bits = 8 * (stored_bytes - sum(model.rest.values())) / weight_count(model.module)
     return {"size_mb": round(stored_bytes / 1e6, 3), "bits_over_all_weights": round(bits, 3)}
 
 

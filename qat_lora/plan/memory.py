@@ -136,7 +136,7 @@ def _on(device: Device, shapes: Shapes, options: EstimateOptions) -> dict[str, A
     }
 
 
-def meta_model(name: str) -> tuple[Any, nn.Module]:
+def meta_model(name: str) -> tuple[Any, Any]:
     """Return config and dense model, on the meta device, of a config.json or GGUF file; ModelError: it makes none."""
     file = Path(name).expanduser()
     read = config_of(read_header(file)) if file.suffix == GGUF and file.is_file() else None

@@ -66,7 +66,7 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     cast(module, stored)
     layers, bits = quant_layers(module).values(), bits_per_weight(module)
     quantised = sum(layer.in_features * layer.out_features for layer in layers)
-    codes_bytes = int(bits["base"] * quantised) // 8
+    codes_bytes, rest_bytes = int(bits["base"] * quantised) // 8, stored.itemsize * module.rest_weights
     has_text = options.text.dataset is not None or options.kd_cache_dir is not None
     rows_bytes = 4 * options.calibration_rows * options.calibration_length * config.get_text_config().hidden_size
     of_block = Counter[str | None]()
@@ -82,9 +82,12 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
         "bits_per_weight": bits["base"],
         "bits_per_weight_model": bits["model"],
         "quantised_share": share,
-        "stored_bytes": int(bits["model"] * parameters) // 8,
-        "weights_bytes": max(stored.itemsize * parameters, 4 * (parameters - quantised) + codes_bytes),
-        "own_bytes": max(of_block.values()) + (2 * rows_bytes + 80 * widest if has_text else 8 * widest) + IMPORTS_BYTES,
+        "stored_bytes": int(bits["model"] * parameters) // 8 + rest_bytes,
+        "rest_bytes": rest_bytes,  # of an encoder of images, which are stored as they are
+        "weights_bytes": max(stored.itemsize * parameters + rest_bytes, 4 * (parameters - quantised) + codes_bytes),
+        "own_bytes": max(of_block.values())
+        + (2 * rows_bytes + 80 * widest if has_text else 8 * widest)
+        + IMPORTS_BYTES,
         "scratch_bytes": fisher_bytes(module, options.init, options.metric) if has_text else 0,
         "inputs_and_outputs": sum(layer.in_features + layer.out_features for layer in layers),
     }
@@ -98,9 +101,10 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
             f"{work.columns:,} columns in order; at best "
             + ", ".join(f"{seconds:,.1f} s on {name}" for name, seconds in times.items())
         )
+    rest = f", of which {rest_bytes / GIB:.3f} GiB are no text and stay as they are" if rest_bytes else ""
     gib = {name.replace("_bytes", "_gib"): report[name] / GIB for name in report if name.endswith("_bytes")}
     form = Path(__file__).with_name("quantize.txt").read_text(encoding="utf-8").rstrip()
-    text = form.format(**report, **gib, reach=reach, solving=solving, target=target)
+    text = form.format(**report, **gib, reach=reach, rest=rest, solving=solving, target=target)
     starts = 4 * options.start_rank * report["inputs_and_outputs"]
     # Twice: finished blocks are kept until the whole is written.
     disk = 2 * (report["stored_bytes"] + starts) + report["scratch_bytes"]
