@@ -27,15 +27,7 @@ from qat_lora.errors import DamagedFileError, ModelError, one_line
 
 SUMS, NOTE = "SHA256SUMS", "qat_lora.json"
 STATE = "best.pt"  # an export's state dict: weights of a folder that has no other
-TOKENIZER = (
-    "tokenizer*",
-    "*_tokens*.json",
-    "vocab*",
-    "merges.txt",
-    "*.jinja",
-    "chat_template.json",
-    "*processor*.json",
-)
+TOKENIZER = ("tokenizer*", "*_tokens*.json", "vocab*", "merges.txt", "*.jinja", "chat_template*", "*processor*.json")
 WEIGHTS = ("*.safetensors", "*.index.json", "*.gguf")
 LOADED = ("config.json", "generation_config.json", "adapter_config.json", NOTE, *TOKENIZER, *WEIGHTS)
 """Names of the files that decide what is loaded. Cards and pictures, which people may edit, are not among them."""

@@ -31,17 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as hf_logging
 
 from qat_lora.errors import ModelError, QatLoraError, one_line
-from qat_lora.files.checksums import (
-    LOADED,
-    SUMS,
-    TOKENIZER,
-    check_folder,
-    is_state,
-    model_files,
-    read_object,
-    seal,
-    weight_files,
-)
+from qat_lora.files import checksums
 from qat_lora.files.finite import check_finite
 from qat_lora.files.gguf_header import BASE, GGUF, read_header
 from qat_lora.layers.attention import AttentionKernel, Keep, blocked_attention, tiled_or
@@ -64,7 +54,7 @@ FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
 """Of names of files; any other dot belongs to the name of a folder, as in Qwen3-0.6B."""
 LIBRARY, TILED, BLOCKED, FLEX = (f"qat_lora_{form}" for form in ("library", "tiled", "blocked", "flex"))
 """Names of our attention among those of transformers; the library's up to `LONGEST_DENSE`, then blocks."""
-PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", SUMS]
+PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", checksums.SUMS]
 
 
 def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = PATTERNS) -> Path:
@@ -83,7 +73,7 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
             raise ModelError(f"model: there is no file {path}")
         return path
     is_file_name = path.suffix in FILE_SUFFIXES
-    if is_file_name and path.is_file() and path.suffix != ".safetensors" and not is_state(path):
+    if is_file_name and path.is_file() and path.suffix != ".safetensors" and not checksums.is_state(path):
         raise ModelError(f"model: {name} is a pickled file; give the Hugging Face folder beside it instead")
     if is_file_name:
         path = path.parent if path.is_file() else path.with_suffix("")
@@ -108,7 +98,7 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """Load a folder's tokenizer; ModelError: none, or one that has no fingerprint; DamagedFileError: other files."""
-    check_folder(folder, TOKENIZER)
+    checksums.check_folder(folder, checksums.TOKENIZER)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -358,7 +348,7 @@ def _rest_of(module: Any, folder: Path) -> dict[str, int]:
     """Return the bytes of the tensors in a folder that belong to neither decoder nor LM head, by their names there."""
     own, renamings = (module.get_decoder(), module.get_output_embeddings()), module._weight_conversions or []
     inside = tuple(f"{name}." for name, part in module.named_modules() if part in own)
-    stored = (item for file in model_files(folder) for item in load_file(file).items())  # mapped, not read
+    stored = (item for file in checksums.model_files(folder) for item in load_file(file).items())  # mapped, not read
     return {name: t.nbytes for name, t in stored if not apply_renamings(name, renamings).startswith(inside)}
 
 
@@ -370,12 +360,12 @@ def _foreign(folder: Path, hub: HubConfig, dequantize: bool) -> tuple[Any, dict[
         settings = from_gguf.config_of(header := read_header(folder))
         config = transformers.AutoConfig.for_model(**settings)
         return config, from_gguf.dense_state(header, on_meta(config).state_dict(), settings)
-    files = weight_files(folder)
-    plain = read_object(folder / "config.json")
+    files = checksums.weight_files(folder)
+    plain = checksums.read_object(folder / "config.json")
     method = packed.method_of(plain)
-    check_folder(folder, (*LOADED, *(file.name for file in files)))
+    checksums.check_folder(folder, (*checksums.LOADED, *(file.name for file in files)))
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=hub.trust_remote_code)
-    if is_state(files[0]):
+    if checksums.is_state(files[0]):
         state = {name: tensor for name, tensor in read_state(files[0]).items() if ".lora_" not in name}
         return config, {name.replace(".base.", "."): tensor for name, tensor in state.items()}
     if config.is_encoder_decoder or method in (None, QUANT_METHOD):
@@ -412,7 +402,7 @@ def on_meta(config: Any) -> Any:
 
 def stored_dtype(folder: Path) -> str:
     """Return the name of the type that a model's files hold, float32 where no config.json names one of `DTYPES`."""
-    config = read_object(folder / "config.json") if folder.is_dir() else {}
+    config = checksums.read_object(folder / "config.json") if folder.is_dir() else {}
     return named if (named := str(config.get("dtype", config.get("torch_dtype")))) in DTYPES else "float32"
 
 
@@ -447,7 +437,7 @@ def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str
     save_model(model.module, out)
     add_rest(model, out)
     copy_tokenizer(model.folder, out)
-    seal(out)
+    checksums.seal(out)
 
 
 def save_model(module: Any, out: Path) -> None:

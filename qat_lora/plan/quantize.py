@@ -7,17 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from qat_lora.errors import ModelError
+from qat_lora.layers import convert
 from qat_lora.layers.calibrate.fisher import fisher_bytes, kept_shape
 from qat_lora.layers.calibrate.fit import TURN_ROUNDS, TURNS
-from qat_lora.layers.convert import (
-    LM_HEAD,
-    bits_per_weight,
-    block_of,
-    check_reach,
-    make_quant_skeleton,
-    quant_layers,
-    reach_of,
-)
 from qat_lora.models.load import cast
 from qat_lora.options import QuantizeOptions
 from qat_lora.plan.devices import Device, likely
@@ -59,19 +51,19 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
         raise ModelError(f"model: {options.model} is quantised already; give the full-precision model")
     parameters = sum(p.numel() for p in module.parameters())
     chosen = preset(options.preset, options.keep, options.override, options.quantize_head)
-    share, reach = reach_of(module, chosen, check_reach(module, chosen))
+    share, reach = convert.reach_of(module, chosen, convert.check_reach(module, chosen))
     stored = config.dtype if isinstance(getattr(config, "dtype", None), torch.dtype) else torch.float32  # in its files
     target = choices(options, module, stored.itemsize).range_text if options.target.name else ""
-    make_quant_skeleton(module, chosen)
+    convert.make_quant_skeleton(module, chosen)
     cast(module, stored)
-    layers, bits = quant_layers(module).values(), bits_per_weight(module)
+    layers, bits = convert.quant_layers(module).values(), convert.bits_per_weight(module)
     quantised = sum(layer.in_features * layer.out_features for layer in layers)
     codes_bytes, rest_bytes = int(bits["base"] * quantised) // 8, stored.itemsize * module.rest_weights
     has_text = options.text.dataset is not None or options.kd_cache_dir is not None
     rows_bytes = 4 * options.calibration_rows * options.calibration_length * config.get_text_config().hidden_size
     of_block = Counter[str | None]()
-    for name, layer in quant_layers(module).items():
-        of_block[block_of(name)] += 4 * layer.in_features * layer.out_features
+    for name, layer in convert.quant_layers(module).items():
+        of_block[convert.block_of(name)] += 4 * layer.in_features * layer.out_features
     widest = max(max(layer.in_features, layer.out_features) * layer.in_features for layer in layers)
     report: dict[str, Any] = {
         "model": str(options.model),
@@ -116,8 +108,8 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
 def solver_work(module: torch.nn.Module, options: QuantizeOptions, column_passes: int) -> SolverWork:
     """Return what `quant/gptq.py` and `quant/initialize.py` do to a quantised model's layers."""
     parts, fisher = [], options.metric == "fisher"
-    for name, layer in quant_layers(module).items():
-        inside = not LM_HEAD.search(name)
+    for name, layer in convert.quant_layers(module).items():
+        inside = not convert.LM_HEAD.search(name)
         turns = 1 + TURNS if options.rank_of_codes and inside else 1
         shape, descends = (layer.out_features, layer.in_features), options.init == "descent"
         coupled = fisher and inside and len(kept_shape(layer.out_features)) == 2

@@ -32,25 +32,10 @@ import torch
 from torch import Tensor
 
 from qat_lora.errors import ConfigError
+from qat_lora.quant import scales as scaling
 from qat_lora.quant.codes import code_values, decode, first_value, nearest
 from qat_lora.quant.gptq import BLOCK, Curvature, Grid, Steps, descend, gptq, refit_parts, refit_scales, slope_of
-from qat_lora.quant.scales import (
-    Cost,
-    Meaning,
-    Scales,
-    absmax_scale,
-    away_from_zero,
-    clip_scale,
-    expand,
-    importance_cost,
-    low_rank_scales,
-    meaning,
-    multiples,
-    output_cost,
-    range_scale,
-    step_scales,
-    stored,
-)
+from qat_lora.quant.scales import Cost, Scales, multiples, stored
 from qat_lora.quant.spec import SUPER, QuantSpec
 from qat_lora.runtime.loop import Number, Tensors, part, whole_parts
 from qat_lora.runtime.xla.runtime import xla_mark_step
@@ -98,14 +83,14 @@ class QuantizedWeight(NamedTuple):
         )
         return cls(torch.cat([layer.codes_OI for layer in layers]), layers[0].values, scales, whole)
 
-    def meaning(self, spec: QuantSpec) -> Meaning:
+    def meaning(self, spec: QuantSpec) -> scaling.Meaning:
         """Return what code values stand for."""
-        return meaning(spec, self.scales, self.whole, *self.codes_OI.shape)
+        return scaling.meaning(spec, self.scales, self.whole, *self.codes_OI.shape)
 
     def grid(self, spec: QuantSpec, dtype: torch.dtype = torch.float64) -> Grid:
         """Return the meaning of the codes, a minimum as a zero point."""
         scale, zero, minimum = self.meaning(spec)
-        scale, shape = away_from_zero(scale).to(dtype), self.codes_OI.shape
+        scale, shape = scaling.away_from_zero(scale).to(dtype), self.codes_OI.shape
         zero = zero if minimum is None else minimum.to(dtype) / scale
         zero = None if zero is None else zero.to(dtype).expand(shape)
         return Grid(self.values.to(dtype), scale.expand(shape), zero, first_value(spec))
@@ -150,9 +135,9 @@ def quantize_weight(
     if method == "awq":
         assert curvature is not None
         moment_II = curvature.second_moment_LII[0].float()
-        return _rounded(weight, spec, moment_II.diagonal(), output_cost(weight, spec, moment_II))
+        return _rounded(weight, spec, moment_II.diagonal(), scaling.output_cost(weight, spec, moment_II))
     importance = None if curvature is None else _importance(curvature, weight)
-    return _rounded(weight, spec, importance, importance_cost(weight, spec, importance))
+    return _rounded(weight, spec, importance, scaling.importance_cost(weight, spec, importance))
 
 
 def refine(
@@ -188,7 +173,7 @@ def _refitted(now: QuantizedWeight, spec: QuantSpec, level: str, slope: Tensor, 
     else:
         numbers, others, width = now.whole, now.scales, SUPER
         steps = Steps(spec.group_size, partial(multiples, spec, 1), partial(multiples, spec, 0), (-0.5, 0.5))
-    units = [expand((x,), width, *shape).expand(shape) for x in others]
+    units = [scaling.expand((x,), width, *shape).expand(shape) for x in others]
     bases = [q * units[0], -units[1] if len(units) > 1 else torch.zeros_like(q)]
     both = [numbers[0], numbers[-1]]  # without minima the second has no effect
     found = tuple(refit_parts(slope, moment, bases, both, steps)[: len(numbers)])
@@ -205,13 +190,13 @@ def _importance(curvature: Curvature, weight_RI: Tensor) -> Tensor:
 def _scales(weight_RI: Tensor, spec: QuantSpec, importance: Tensor | None, cost: Cost | None) -> tuple[Scales, Scales]:
     """Return stored scales and whole numbers: float16 ones, so that codes are chosen for what will be loaded."""
     if spec.sharing == "lowrank":
-        return tuple(s.half().float() for s in low_rank_scales(weight_RI, spec, importance)), ()
+        return tuple(s.half().float() for s in scaling.low_rank_scales(weight_RI, spec, importance)), ()
     if spec.step_bits is not None:
-        return step_scales(weight_RI, spec, cost)
+        return scaling.step_scales(weight_RI, spec, cost)
     if spec.code == "asymmetric":
-        scale, zeros = range_scale(weight_RI, spec, cost)
+        scale, zeros = scaling.range_scale(weight_RI, spec, cost)
         return (scale,), (zeros,)
-    scale = absmax_scale(weight_RI, spec) if cost is None else clip_scale(weight_RI, spec, cost)
+    scale = scaling.absmax_scale(weight_RI, spec) if cost is None else scaling.clip_scale(weight_RI, spec, cost)
     return (scale.half().float(),), ()
 
 
@@ -220,8 +205,8 @@ def _rounded(
 ) -> QuantizedWeight:
     """Return the codes nearest to a weight, or to some groups' columns, with the scales that cost least."""
     values, (scales, whole) = code_values(spec).to(weight_RI.device), _scales(weight_RI, spec, importance, cost)
-    scale, zero, minimum = meaning(spec, scales, whole, *weight_RI.shape)
-    ratio = (weight_RI if minimum is None else weight_RI + minimum) / away_from_zero(scale)
+    scale, zero, minimum = scaling.meaning(spec, scales, whole, *weight_RI.shape)
+    ratio = (weight_RI if minimum is None else weight_RI + minimum) / scaling.away_from_zero(scale)
     ratio = ratio if zero is None else ratio + zero
     return QuantizedWeight(nearest(ratio, values, spec)[1], values, scales, whole)
 
@@ -231,7 +216,7 @@ def _compensated(weight_RI: Tensor, spec: QuantSpec, curvature: Curvature) -> Qu
     importance, root = _importance(curvature, weight_RI), curvature.inverse_root_LII
     wide = weight_RI.to(root.dtype)
     if spec.sharing != "group":  # scales that span columns are fixed before rounding begins
-        whole = _rounded(weight_RI, spec, importance, importance_cost(weight_RI, spec, importance))
+        whole = _rounded(weight_RI, spec, importance, scaling.importance_cost(weight_RI, spec, importance))
         grid = whole.grid(spec, root.dtype)
 
         def fixed(number: Number, _: Tensor, given: Tensors) -> tuple[Grid, Tensors]:
@@ -243,7 +228,7 @@ def _compensated(weight_RI: Tensor, spec: QuantSpec, curvature: Curvature) -> Qu
 
     def chosen(number: Number, left_RC: Tensor, given: Tensors) -> tuple[Grid, Tensors]:
         left, importance = left_RC.float(), part(given[0], number, size, 1)
-        found = _rounded(left, spec, importance, importance_cost(left, spec, importance))
+        found = _rounded(left, spec, importance, scaling.importance_cost(left, spec, importance))
         return found.grid(spec, root.dtype).by_column(0, left.shape[1]), [*found.scales, *found.whole]
 
     codes, kept = gptq(wide, root, size, chosen, [whole_parts(importance, size, 1)])
