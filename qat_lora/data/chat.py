@@ -7,9 +7,8 @@ messages before it with a generation prompt, the text after it the rendering of 
 beginnings of the whole conversation's rendering, and that is checked. The whole is then tokenised as one text, so the
 ids are those that the model meets in use, and the tokenizer's character offsets carry the spans over to tokens.
 
-One exception to "must be a beginning" is known and handled: templates of reasoning models write an (empty)
-thinking block into the last answer and leave it out of earlier ones. An earlier answer's rendering is then the
-same text without its beginning.
+One exception is handled: templates of reasoning models write an (empty) thinking block into the last answer only. An
+earlier answer's rendering is then the same text without its beginning.
 """
 
 from collections.abc import Callable, Iterator

@@ -6,9 +6,8 @@ to resume. Cutting loses no token, and its whole state is one position in the te
 "token": offset} of the next row's first token. To resume, that one document is encoded again up to the offset.
 Documents arrive in pieces (`tokenize.py`), so memory depends neither on their size nor on their number.
 
-A row knows where its documents begin (`doc_starts`), because attention and positions restart there. A document that
-continues in the next row starts anew there. Nothing predicts the first token of a document in a row, so its `loss_mask`
-is 0.
+Attention and positions restart where a document begins in a row (`doc_starts`), also one that continues from the row
+before. Nothing predicts the first token there, so its `loss_mask` is 0.
 
 Training without a teacher holds all rows (`TextDataset`), because the order is a permutation of them: a stream could
 only be shuffled through a buffer and not be resumed at an arbitrary step. It costs nine bytes a token (0.9 GB for 100

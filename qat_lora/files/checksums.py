@@ -8,8 +8,7 @@ tools. In a checkpoint missing sums are damage; in a model, adapter or export, w
 promise sums that nobody wrote.
 
 A base, teacher or adapter is known by one sha256 over its weights and settings: with another `rms_norm_eps` the same
-weights compute something else. Settings that change nothing, such as the version that wrote them or notes for people,
-are left out.
+weights compute something else. Settings that change nothing, such as the version that wrote them, are left out.
 """
 
 import fnmatch

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat_lora.runtime.base import wants_fixed_shapes
+from qat_lora.runtime.xla.runtime import is_xla_device
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names of layers beside `experts` that choose or weigh them: never quantised, never adapted."""
@@ -53,8 +53,8 @@ class Experts(nn.ModuleList):
     def forward(self, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return the weighted sum of what each token's K experts make of it, [T, H]."""
         activation = self.fused[0].act_fn
-        if wants_fixed_shapes(hidden_TH):
-            # Every expert computes every token: E / K times the work, but no shape depends on the data.
+        if is_xla_device(hidden_TH):
+            # Every expert computes every token: E / K times the work, but no shape, and so no program, is the data's.
             result = torch.zeros_like(hidden_TH)
             for number, expert in enumerate(self):
                 weight_T1 = (weights_TK * (index_TK == number)).sum(-1, keepdim=True)

@@ -22,11 +22,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qat_lora.config import option, settings
+from qat_lora.config import HELP, option, settings
 from qat_lora.errors import CacheError, ConfigError
 from qat_lora.losses import estimators
-from qat_lora.losses.estimators import DenseTerm, KLTerm, Term, TopKTerm, label_term, log_add, wide_dtype
-from qat_lora.losses.full_vocab import hidden_error_sum
+from qat_lora.losses.estimators import (
+    DenseTerm,
+    KLTerm,
+    Term,
+    TopKTerm,
+    hidden_error_sum,
+    label_term,
+    log_add,
+    wide_dtype,
+)
 from qat_lora.losses.fused.gradients import lm_head_logits, real_vocabulary
 from qat_lora.losses.fused.op import CHUNK_BYTES, LossSum, fused_linear_kd
 from qat_lora.types import Batch, LMHead, LossWalk, SparseTeacher, temperature_key
@@ -46,39 +54,20 @@ _weight = functools.partial(option, min=0)
 class ObjectiveConfig:
     """What a recovery run minimises."""
 
-    estimator: EstimatorName = option(
-        "auto",
-        "distance to the teacher: ghost (tail as one bucket), renorm (head only), reverse (KL), jsd, skew, "
-        "skew_reverse (KL to a mixture), hybrid (head and draws from the tail), sampled (draws only), full (hidden "
-        "states), auto (hybrid if it can be, else ghost)",
-    )
-    mixture: float | None = option(
-        None, "share of the teacher in jsd's mixture (default 0.5), of the first in the skews' (0.1)", above=0, below=1
-    )
-    draws: int | None = option(
-        None, "with hybrid and sampled: use only the first of the cached draws; default: all", unit="draws", min=1
-    )
+    estimator: EstimatorName = option("auto", HELP["estimator"])
+    mixture: float | None = option(None, HELP["mixture"], above=0, below=1)
+    draws: int | None = option(None, HELP["draws"], unit="draws", min=1)
     temperature: float = option(1.0, "softening of student and teacher; the cache must be built with it", above=0)
-    temperature_schedule: tuple[float, ...] = option(
-        (), "instead: temperatures for equal parts of the run, in turn, as 2,2,1; on XLA each compiles a graph"
-    )
+    temperature_schedule: tuple[float, ...] = option((), HELP["temperature_schedule"])
     kd_weight: float = _weight(1.0, "weight of the distance to the cached teacher")
     ce_weight: float = _weight(0.0, "weight of the cross-entropy with the text's next token")
     hard_top1_weight: float = _weight(0.0, "weight of the cross-entropy with the teacher's likeliest token, at first")
     hard_top1_end: float | None = _weight(None, "that weight at the end of training, linear in between; none: constant")
     hidden_weight: float = _weight(0.0, "weight of the relative squared error of the last hidden states")
-    anchor_weight: float = _weight(
-        0.0, "weight of the distance to the student as it was before training", alias="anchor_kl_weight"
-    )
+    anchor_weight: float = _weight(0.0, HELP["anchor_weight"], alias="anchor_kl_weight")
     anchor_samples: int = option(32, "training rows on which that student is remembered", unit="rows", min=1)
-    loss_chunk_mb: int | None = option(
-        None, "logits that a device holds at once while the loss is computed; default: as it likes", unit="MiB", min=1
-    )
-    loss_walk: Literal["auto", LossWalk] = option(
-        "auto",
-        "how the logits are walked through: positions, vocabulary (frozen heads on CPUs), kernel (CUDA), or as the "
-        "device likes",
-    )
+    loss_chunk_mb: int | None = option(None, HELP["loss_chunk_mb"], unit="MiB", min=1)
+    loss_walk: Literal["auto", LossWalk] = option("auto", HELP["loss_walk"])
 
     def __post_init__(self) -> None:
         if self.temperature_schedule and (self.temperature != 1.0 or min(self.temperature_schedule) <= 0):

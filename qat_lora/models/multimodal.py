@@ -6,11 +6,9 @@ class would need names and settings translated for every family, and back. The t
 in the types that they have there, whatever type the text part is computed or stored in.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -18,9 +16,6 @@ from torch import nn
 from qat_lora.errors import ModelError
 from qat_lora.files.checksums import model_files, read_object
 from qat_lora.models.copies import GENERATION, copy_files
-
-if TYPE_CHECKING:
-    from qat_lora.models.load import CausalLM
 
 FAMILIES = (
     *("gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl"),
@@ -56,8 +51,8 @@ def cut_to_text(module: Any) -> list[tuple[dict[str, Any], str, Any]]:
     return cut
 
 
-def add_rest(model: CausalLM, out: Path) -> None:
-    """Add the rest of a checkpoint to the text part that was written into `out`: tensors, settings, side files."""
+def add_rest(model: Any, out: Path) -> None:
+    """Add the rest of a `CausalLM`'s checkpoint to the text part in `out`: tensors, settings, side files."""
     if not model.rest:
         return
     stored = (item for file in model_files(model.folder) for item in load_file(file).items())

@@ -246,8 +246,3 @@ def registrations(module: torch.nn.Module) -> list[list[tuple[dict[str, Any], st
 def _size(module: torch.nn.Module) -> tuple[int, int]:
     parameters = list(module.parameters())
     return len(parameters), sum(p.numel() for p in parameters)
-
-
-def wants_fixed_shapes(tensor: torch.Tensor) -> bool:
-    """Return True where shapes that depend on data would be another program each time."""
-    return tensor.device.type == "xla"

@@ -2,16 +2,13 @@
 
 The teacher is a `LanguageModel`: hidden states first, then logits for as few positions at a time as `chunk_bytes`
 allows. At 151,936 entries a batch of 8 × 1,024 tokens has 5 GB of float32 logits, and `topk` and `logsumexp` want
-copies of that; here nothing of that size exists (`topk` takes a chunk's logits apart). Shapes are the same for every
-batch (the last is filled with rows that are not written), so that a compiling device compiles once.
+copies of that; nothing of that size exists here. Shapes are the same for every batch (the last is filled with rows that
+are not written), so that a compiling device compiles once. Packing, checksums and disk run in one background thread,
+hidden behind the teacher's next forward; an exception on either side stops both and surfaces here.
 
-Packing, checksums and disk run in one background thread behind a short queue, hidden behind the teacher's next
-forward. An exception on either side stops both and surfaces here.
-
-The cost of a build is measured (`forecast`), not guessed: a teacher's rate follows from its size only within a factor
-of three or so, depending on device, number format and vocabulary; three batches tell it within a few percent.
-Tokenising is in the measured time, since it runs between forwards; packing and writing are not, since they run behind
-them. Bytes are computed: the layout of a shard is a pure function of its rows.
+The cost of a build is measured (`forecast`): a teacher's rate follows from its size only within a factor of three or
+so, three batches tell it within a few percent. Tokenising is in that time, since it runs between forwards; packing and
+writing run behind them. Bytes are computed: the layout of a shard is a pure function of its rows.
 """
 
 import collections

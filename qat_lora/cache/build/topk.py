@@ -1,11 +1,9 @@
 """What is kept of a position's logits: the K largest, sums at each temperature, draws. Tensors only, on any device.
 
-Over a vocabulary of 151,936 entries, ranking, softmax and sums cost as much as the forward of a 0.6 B teacher. Two
-things bring that to a few per cent: only the K groups of entries with the largest maxima are ranked, and on a device
-with a small cache (`piece_bytes`) all passes over a few positions follow one another.
-
-The tail's sum runs over the tail alone, relative to its own largest entry. As 1 - Σ of the top K it would be rounding
-noise wherever it is small, and small is the usual case.
+Ranking, softmax and sums over 151,936 entries cost as much as the forward of a 0.6 B teacher. Two things make that a
+few per cent: only the K groups of entries with the largest maxima are ranked, and on a device with a small cache
+(`piece_bytes`) all passes over a few positions follow one another. The tail's sum runs over the tail alone, relative to
+its own largest entry: as 1 - Σ of the top K it would be rounding noise wherever it is small, which is the usual case.
 
 Tokens are drawn from the tail (estimator `hybrid`) or the whole teacher (`sampled`). A draw is a pure function of seed,
 row and probabilities, so that a resumed build stores the same, which a device's own random numbers would not.

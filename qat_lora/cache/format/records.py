@@ -1,10 +1,9 @@
 """The records of a cache: fingerprint, sidecars and manifest, as strictly read JSON.
 
-Three rules hold for every record. It is *closed*: an unknown, absent or repeated key is an error, never ignored,
-so that a typing mistake or a newer version cannot pass for something else. It is *bounded*: files above a size
-are not parsed. It is *sealed*: the last value of the file is the sha256 of everything before it, so that a
-flipped bit in a number is noticed; checksums over "canonical JSON" need the same JSON writer in every language,
-checksums over a prefix of the bytes do not.
+Every record is *closed*: an unknown, absent or repeated key is an error, so that no typing mistake or newer version
+passes for something else. It is *bounded*: files above a size are not parsed. It is *sealed*: its last value is the
+sha256 of everything before it. Checksums over "canonical JSON" need the same JSON writer in every language, checksums
+over a prefix of the bytes do not.
 """
 
 import dataclasses

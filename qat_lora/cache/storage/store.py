@@ -1,16 +1,15 @@
 """Finds, checks and opens the files of a cache: manifest, sidecars, shards.
 
-The writer (resuming), the reader (opening) and `verify_cache` share these checks, for a folder and for a URL
-(`location`). Names come from records and must match `s-000123` before they become a path; every file must be a regular
-file of the recorded size. Messages name the shard, because damage is mended by rebuilding that shard, not the cache.
+The writer, the reader and `verify_cache` share these checks, for a folder and for a URL. Names come from records and
+must match `s-000123` before they become a path; every file must be a regular one of the recorded size. Messages name
+the shard, because damage is mended by rebuilding that shard, not the cache.
 
-`verify_cache` reads every byte, in four layers from cheap to deep: seals of manifest and sidecars, sizes and headers,
-the sha256 of every shard, and the CRC-32 of every row with the ranges of its values. The last cannot fail where the
-third passed, unless the writer itself was wrong; that is what it is there to find.
+`verify_cache` goes from cheap to deep: seals, sizes and headers, the sha256 of every shard, the CRC-32 and the ranges
+of values of every row. The last cannot fail where the third passed, unless the writer itself was wrong.
 
-A row is read with `pread` into memory of its own, and its CRC-32 is computed from those very bytes before they are
-decoded. Mapping the file would save a copy of half a megabyte, but a mapped file that shrinks ends the process with
-SIGBUS, which no program can turn into a message, and bytes that change between check and use would go unnoticed.
+A row is read with `pread` into memory of its own, and its CRC-32 is computed from those very bytes. Mapping the file
+would save a copy of half a megabyte, but a mapped file that shrinks ends the process with SIGBUS, which no program can
+turn into a message, and bytes that change between check and use would go unnoticed.
 """
 
 import contextlib

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, cast
 
 import torch
 
-from qat_lora.config import common, option
+from qat_lora.config import HELP, common, option
 from qat_lora.errors import ConfigError, DeviceError
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.collectives import group_size, whole_number
@@ -75,13 +75,9 @@ class DeviceChoice:
 class ChipsConfig:
     """How many chips, and how they are driven."""
 
-    num_chips: str | None = common(
-        None, "chips (on a CPU: processes) of this machine to use: a number, or all; default: 1, with spmd all"
-    )
+    num_chips: str | None = common(None, HELP["num_chips"])
     parallel: Literal["spawn", "spmd"] = option("spawn", "on XLA: a process a chip (spawn), or one over all (spmd)")
-    shard_base: bool = option(
-        False, "spread the frozen weights over the chips instead of copying them: on XLA with spmd, else in recover"
-    )
+    shard_base: bool = option(False, HELP["shard_base"])
 
     def __post_init__(self) -> None:
         if self.num_chips not in (None, "all") and not (self.num_chips.isdecimal() and int(self.num_chips)):
