@@ -1,9 +1,8 @@
 """`cache generate`: a model writes texts, and the teacher's logits of them become a KD cache.
 
-Token ids are kept beside the text, since a text can be cut into tokens in several ways and the model wrote one of them.
-Prompts of several lengths end at one place of the batch, behind padding that nothing sees. The draws of a text are its
-own (by seed and number), and a batch's file appears whole: a killed run goes on behind the last one, and writes what it
-would have written. Then the writer leaves memory, and `cache build` reads the folder of texts.
+Token ids are kept beside the text: a text can be cut into tokens in several ways, and the model wrote one of them. Rows
+of a batch end at one place, behind padding that nothing sees. The draws of a text are its own (by seed and number), and
+a batch's file appears whole: a killed run goes on behind the last one, and writes what it would have written.
 """
 
 import json
@@ -70,7 +69,6 @@ def _write_texts(options: CacheGenerateOptions, runtime: Runtime, out: Path) -> 
         if complete:
             return
         runtime.place(model.module)
-        say(run, f"{runtime.description} · {run.dtype} · texts in {out}")
         count, counts = write.texts or len(prompts), Counter[str]()
         for first in range(0, count, write.write_batch_size):
             file, numbers = out / f"{first:09d}.jsonl", range(first, min(first + write.write_batch_size, count))
@@ -84,9 +82,7 @@ def _write_texts(options: CacheGenerateOptions, runtime: Runtime, out: Path) -> 
                 lines = (_line(write, *written, ends, known) for written in zip(begun, answers, texts, strict=True))
                 write_text(file, "".join(json.dumps(line) + "\n" for line in lines))
             counts.update(json.loads(line).get("left_out", "kept") for line in file.read_text("utf-8").splitlines())
-        say(run, said := ", ".join(f"{count:,} texts {what}" for what, count in sorted(counts.items())))
-        if not counts["kept"]:
-            raise TextError(f"texts: none is left of {said}; allow more, or take another --writer")
+        say(run, f"{out}: " + ", ".join(f"{count:,} texts {what}" for what, count in sorted(counts.items())))
         outputs.complete(out)
 
 
@@ -106,8 +102,7 @@ def decode(
         token_B1 = logits_BV.argmax(-1, keepdim=True)
         if temperature:
             mass_BV = torch.softmax(logits_BV / temperature, -1).cumsum(-1)
-            drawn_B1 = draws_BN[:, place : place + 1] * mass_BV[:, -1:]
-            token_B1 = torch.searchsorted(mass_BV, drawn_B1, right=True).clamp(max=model.vocab_size - 1)
+            token_B1 = (mass_BV[:, :-1] <= draws_BN[:, place : place + 1] * mass_BV[:, -1:]).sum(-1, keepdim=True)
         runtime.mark_step()
         written.append(token_B1.cpu())
         ended_B |= torch.isin(written[-1][:, 0], torch.tensor(sorted(ends)))
@@ -136,8 +131,7 @@ def _prompts(options: CacheGenerateOptions, tokenizer: Any) -> list[list[int]]:
     """Return the ids of the prompts that leave room for an answer; of none, the token that begins a text."""
     write, room = options.write, options.length - options.write.max_new_tokens
     switches = {} if write.thinking == "auto" else {"enable_thinking": write.thinking == "on"}
-    if write.tools is not None:
-        switches["tools"] = json.loads(Path(write.tools).read_text(encoding="utf-8"))
+    switches |= {"tools": json.loads(Path(write.tools).read_text("utf-8"))} if write.tools else {}
     for name in switches:
         if name not in str(getattr(tokenizer, "chat_template", "")):
             raise ConfigError(f"{name[-8:].strip('_')}: the writer's chat template does not know it; leave it out")
@@ -153,5 +147,4 @@ def _prompts(options: CacheGenerateOptions, tokenizer: Any) -> list[list[int]]:
             prompts.append(plain_prompt(tokenizer, "".join(document.parts()))[: write.prompt_tokens])
     if not (fitting := [prompt for prompt in prompts if len(prompt) <= room]):
         raise TextError(f"dataset: no prompt has {room} tokens or fewer; give a longer --length, or --prompt-tokens")
-    random.Random(options.run.seed).shuffle(fitting)
-    return fitting
+    return random.Random(options.run.seed).sample(fitting, len(fitting))

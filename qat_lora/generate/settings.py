@@ -51,3 +51,19 @@ class CacheGenerateOptions(CacheBuildOptions):
         given = {field.name: getattr(self, field.name) for field in fields(CacheBuildOptions)}
         text, run = TextConfig(dataset=folder, glob=("*.jsonl",)), replace(self.run, out=out)
         return CacheBuildOptions(**given | {"text": text, "run": run})
+
+
+@settings
+class RoundsOptions:
+    """`qat-lora rounds`."""
+
+    checkpoint: str | None = common(None, "quantised student, made by `qat-lora quantize`", required=True)
+    kd_cache_dir: str | None = common(None, "KD cache that the run begins with", required=True, alias="cache_dir")
+    dataset: str | None = common(None, "prompts for the student", required=True)
+    rounds: int = common(3, "times that the student writes, evenly over the steps", unit="rounds", min=1)
+    round_texts: int | None = common(None, "texts of a round; default: one a prompt", unit="texts", min=1)
+    max_steps: int = common(1000, "optimizer steps of the whole run", unit="steps", min=2)
+    later_share: float = common(0.25, "share of a step's rows that are of the newest round", above=0, max=1)
+    recover: str = option("", "more settings of `recover`, as NAME=VALUE with spaces between")
+    generate: str = option("", "more settings of `cache generate`, in the same way")
+    run: RunConfig = option(RunConfig, "run", without=("chips", "tpu", "overwrite"))
