@@ -9,6 +9,7 @@ from typing import Literal
 
 from qat_lora.cache.build.served import ServedConfig
 from qat_lora.cache.build.writer import Partition
+from qat_lora.cache.read.mixed import LaterConfig
 from qat_lora.config import HELP, common, option, required, settings
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError
@@ -175,6 +176,7 @@ class RecoverOptions:
     objective: ObjectiveConfig = option(ObjectiveConfig, "objective")
     train: OptimConfig = option(OptimConfig, "optimizer")
     loop: LoopConfig = option(LoopConfig, "loop")
+    later: LaterConfig = option(LaterConfig, "caches that join later")
     preload: bool = option(False, "hold the cache in memory instead of reading rows from its files")
     verify_rows: VerifyRows = option("all", HELP["verify_rows"])
     dry_run: bool = common(False, HELP["dry_run"])

@@ -42,7 +42,7 @@ class Command:
     words: str
     function: str  # called with options and runtime; without `options`, a command of click that reads its own words
     help: str
-    options: str = ""  # class in qat_lora.options
+    options: str = ""  # class in qat_lora.options, or module:class
     device: Device = "one chip"
     plan: str = ""  # returns its `DryRun` from the options, by shapes alone
     first_words: Mapping[str, str] = field(default_factory=dict)  # setting -> how --help calls a word without a name
@@ -54,7 +54,7 @@ class Command:
 
     def options_class(self) -> Any:
         """Import the class of the settings."""
-        return _named(f"qat_lora.options:{self.options}")
+        return _named(f"qat_lora.{self.options}" if ":" in self.options else f"qat_lora.options:{self.options}")
 
 
 def _named(path: str) -> Any:

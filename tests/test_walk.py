@@ -112,6 +112,7 @@ HOW: tuple[tuple[str, Run | Not | Installs], ...] = (
     (r"train_recovery_lora_multi", Run(f"{SMALL_RUN} num_chips=2 parallel=spmd out=runs/all", XLA, PLACES)),
     (r"--parallel spmd \.\.\.", Run(f"{SMALL_RUN} num_chips=2 out=runs/spmd", XLA, BOTH)),
     (r"^qat-lora estimate", Run(instead=((MODEL, "qwen3-0.6b"),))),
+    (r"cache generate|^qat-lora rounds", Not("minutes; tests/commands/test_commands_rounds.py runs both at toy size")),
     (r"cache build .*--dry-run", Run(SMALL_CACHE, XLA)),
     (r"cache build .*<model>", Run(f"{SMALL_CACHE} overwrite=true", instead=STAND_INS[:2])),
     (r"cache build .*--tpu", Run(SMALL_CACHE, XLA)),

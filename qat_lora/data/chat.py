@@ -38,10 +38,10 @@ def encode_chat(tokenizer: Any, messages: list[Message], where: str) -> Iterator
     return ((piece.ids, _within(piece, spans)) for piece in encode_pieces(tokenizer, slices(whole), where, spans=True))
 
 
-def render_chat(tokenizer: Any, where: str, messages: list[Message], prompt: bool = False) -> str:
-    """Return a chat as its template writes it, up to the assistant's next answer if `prompt`; refusals as TextError."""
+def render_chat(tokenizer: Any, where: str, messages: list[Message], prompt: bool = False, **switches: Any) -> str:
+    """Return a chat as its template, by `switches`, writes it, up to the next answer if `prompt`; else TextError."""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **switches)
     except Exception as error:  # a template is a program of the model's author and may raise anything
         raise TextError(f"{where}: the chat template refuses these messages: {error}") from None
 

@@ -56,6 +56,7 @@ CHATS: dict[str, Callable[[Fields, str], list[Message]]] = {
 }
 # Fields by which `auto` knows a layout; it takes the first that fits.
 KNOWN_BY = {"messages": {"messages"}, "sharegpt": {"conversations"}, "alpaca": {"instruction", "output"}}
+KNOWN_BY["tokens"] = {"token_ids", "prompt_tokens"}
 
 
 def layout_of(row: Row) -> str:
@@ -72,6 +73,14 @@ def text_of(row: Row, field: str) -> str:
     fields = row.load()
     is_null = field in fields and fields[field] is None
     return "" if is_null else _text(fields, field, f"text_field: {row.name}")
+
+
+def tokens_of(row: Row) -> tuple[list[int], int]:
+    """Return the token ids of a text that `cache generate` wrote, and how many of them are its prompt's."""
+    ids, prompt = row.load()["token_ids"], row.load()["prompt_tokens"]
+    if not (isinstance(ids, list) and all(type(i) is int and i >= 0 for i in [*ids, prompt]) and prompt <= len(ids)):
+        raise TextError(f"token_ids: {row.name}: are not those of a text and its prompt; write it again")
+    return ids, prompt
 
 
 def _field(row: Fields, field: str, where: str) -> Any:

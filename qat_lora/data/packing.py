@@ -48,8 +48,8 @@ def make_encoder(tokenizer: Any) -> Encode:
 
     A text becomes [bos] tokens [eos], each of the two if the tokenizer names it: models that have a bos were trained
     with every document beginning by it, yet byte-level BPE tokenizers often name one without ever adding it. A chat is
-    what its template writes, and a blank document is no tokens at all. Special tokens written out in a text become
-    those tokens, as everywhere in transformers.
+    what its template writes, a model's text what it wrote, a blank document no tokens. Special tokens written out in a
+    text become those tokens, as everywhere in transformers.
     """
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     before, after = (np.array([] if token is None else [token], np.int32) for token in ends)
@@ -57,6 +57,11 @@ def make_encoder(tokenizer: Any) -> Encode:
     def encode(document: Document) -> Iterator[Tokens]:
         if document.is_blank:
             return iter(())
+        if document.tokens is not None:
+            ids, prompt = document.tokens
+            if tokenizer.decode(ids, clean_up_tokenization_spaces=False) != document.text:
+                raise TextError(f"{document.name}: its token ids are another tokenizer's; write it with this model's")
+            return iter([(ids, [0] * prompt + [1] * (len(ids) - prompt))])
         if document.messages is not None:
             return encode_chat(tokenizer, document.messages, document.name)
         pieces = (piece.ids for piece in encode_pieces(tokenizer, document.parts(), document.name))
@@ -71,7 +76,8 @@ def pack_rows(
     """Cut documents into rows of `length` tokens; the rest of the last is a document of padding that counts nothing.
 
     With the `cursor` of the row after which to go on, `documents` begin at its document, and the rows are those that an
-    uninterrupted run would yield. ConfigError: a length below 2; TextError: the text at the cursor is not what it was.
+    uninterrupted run would yield. A text that a model wrote begins a new row where it does not fit, so that its
+    prompt stays with it. ConfigError: a length below 2; TextError: the text at the cursor is not what it was.
     """
     if length < 2:
         raise ConfigError(f"length: {length} tokens a row leave nothing to predict; allowed: 2 or more")
@@ -79,6 +85,10 @@ def pack_rows(
     row, filled = empty_row(length), 0
     index = first - 1
     for index, document in enumerate(documents, first):
+        if filled and document.tokens and filled + len(document.tokens[0]) > length:
+            row.doc_starts[filled] = True
+            yield row._replace(cursor={"document": index, "token": 0})
+            row, filled = empty_row(length), 0
         passed = 0  # tokens of the document in earlier pieces
         pieces = (tokens for tokens in encode(document) if len(tokens[0]))
         for (ids, mask), following in itertools.pairwise(itertools.chain(pieces, [_END])):

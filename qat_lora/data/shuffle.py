@@ -11,7 +11,7 @@ not promise that its shuffles stay the same between releases.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from qat_lora.types import Batch
 
 _ROUNDS = 8
 Indices = Sequence[int] | np.ndarray  # numbers of rows; -1 for a fully masked one
+Order = Callable[[int, int, int], np.ndarray]  # step, rows of it, seed -> the numbers of its rows
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
@@ -63,9 +64,9 @@ def global_batch(rows: int, step: int, global_batch_rows: int, seed: int) -> np.
 
 
 def micro_batches(
-    rows: int, start_step: int, steps: int, batch_rows: int, accumulation: int, seed: int, replica: int, replicas: int
+    of: int | Order, start: int, steps: int, batch_rows: int, accumulation: int, seed: int, replica: int, replicas: int
 ) -> Iterator[np.ndarray]:
-    """Yield the row numbers of a replica's micro-batches, `accumulation` for each step from `start_step` on.
+    """Yield the numbers of rows, so many or in an `Order`, of a replica's micro-batches from step `start` on.
 
     The global batch has batch_rows · accumulation · replicas rows, in an order that does not depend on how that
     product is made up; micro-batch a of replica r takes its rows [(a · replicas + r) · batch_rows, +batch_rows).
@@ -73,8 +74,9 @@ def micro_batches(
     """
     if not 0 <= replica < replicas:
         raise ConfigError(f"replica: {replica} of {replicas}; allowed: 0 to {replicas - 1}")
-    for step in range(start_step, start_step + steps):
-        order = global_batch(rows, step, batch_rows * accumulation * replicas, seed)
+    for step in range(start, start + steps):
+        size = batch_rows * accumulation * replicas
+        order = global_batch(of, step, size, seed) if isinstance(of, int) else of(step, size, seed)
         yield from order.reshape(accumulation, replicas, batch_rows)[:, replica]
 
 
@@ -103,5 +105,9 @@ class ShuffledRows(ABC):
         replicas: int = 1,
     ) -> Iterator[Batch]:
         """Yield this replica's micro-batches: `accumulation` for each of `steps` steps (`micro_batches`)."""
-        micro = micro_batches(len(self), start_step, steps, batch_rows, accumulation, seed, replica, replicas)
+        micro = micro_batches(self.order, start_step, steps, batch_rows, accumulation, seed, replica, replicas)
         return map(self.rows, micro)
+
+    def order(self, step: int, global_batch_rows: int, seed: int) -> np.ndarray:
+        """Return the row numbers of a step (`global_batch`)."""
+        return global_batch(len(self), step, global_batch_rows, seed)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from qat_lora.config import HELP, common, option
 from qat_lora.data.file_rows import ROW_SUFFIXES, Row, as_row, file_rows, lines_of, open_text, reading, well_formed
-from qat_lora.data.layouts import CHATS, Format, articles, layout_of, starts_with_title, text_of
+from qat_lora.data.layouts import CHATS, Format, articles, layout_of, starts_with_title, text_of, tokens_of
 from qat_lora.data.remote_text import fetched
 from qat_lora.data.tokenize import WINDOW_CHARS, slices
 from qat_lora.errors import TextError, one_line
@@ -49,6 +49,7 @@ class Document(NamedTuple):
     text: str | TextFile | None
     messages: list[dict[str, str]] | None
     name: str  # where it comes from, for people
+    tokens: tuple[list[int], int] | None = None  # of a text that a model wrote: its ids, how many are the prompt's
 
     @property
     def is_blank(self) -> bool:
@@ -280,6 +281,8 @@ def _row_loads(name: str, rows: Callable[[int], Iterator[Row]], config: TextConf
 
 def _row_document(row: Row, config: TextConfig) -> Document:
     layout = layout_of(row) if config.format == "auto" else config.format
+    if layout == "tokens":
+        return Document(text_of(row, "text"), None, row.name, tokens_of(row))
     if layout in CHATS:
         return Document(None, CHATS[layout](row.load(), row.name), row.name)
     return Document(text_of(row, config.text_field), None, row.name)

@@ -100,12 +100,12 @@ def plain_prompt(tokenizer: Any, prompt: str) -> list[int]:
     return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
 
 
-def chat_prompt(tokenizer: Any, messages: list[Message]) -> list[int]:
+def chat_prompt(tokenizer: Any, messages: list[Message], **switches: Any) -> list[int]:
     """Return the ids of a chat up to the assistant's answer; TextError without a chat template, or if it refuses."""
     if not getattr(tokenizer, "chat_template", None):
         instead = "leave --chat out, and the text is continued as it is"
         raise TextError(f"chat: the tokenizer has no chat template; {instead}")
-    text = render_chat(tokenizer, "chat", messages, prompt=True)
+    text = render_chat(tokenizer, "chat", messages, prompt=True, **switches)
     return list(tokenizer(well_formed(text), add_special_tokens=False)["input_ids"])
 
 

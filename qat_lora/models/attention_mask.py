@@ -55,13 +55,14 @@ def document_begins(document_ids_BL: Tensor) -> tuple[Tensor, Tensor]:
     return begin_BL, own_L
 
 
-def step_masks(config: Any, position_1: Tensor, length: int, dtype: torch.dtype) -> Any:
-    """Return additive masks [1, 1, 1, L] of one token at a position among L, by kind of layers if there are several."""
+def step_masks(config: Any, position_1: Tensor, length: int, dtype: torch.dtype, pad_B: Tensor | None = None) -> Any:
+    """Return additive masks [B or 1, 1, 1, L] of one token at a position, by kind of layers; `pad_B` are unseen."""
     distance_L = position_1 - torch.arange(length, device=position_1.device)
 
     def make(window: int | None) -> Tensor:
         seen_L = (distance_L >= 0) & (distance_L < (length if window is None else window))
-        return torch.where(seen_L, 0.0, torch.finfo(dtype).min).to(dtype)[None, None, None]
+        seen_BL = seen_L[None] if pad_B is None else seen_L & (position_1 - distance_L >= pad_B[:, None])
+        return torch.where(seen_BL, 0.0, torch.finfo(dtype).min).to(dtype)[:, None, None]
 
     return _by_kind(config, make)
 

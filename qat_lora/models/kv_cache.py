@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qat_lora.layers.calibrate.upcast import computing_dtype
 from qat_lora.models.attention_mask import MaskForm, attention_inputs, keeps_state, step_masks
@@ -23,25 +24,30 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and the command line'
 class KeyValueCache:
     """Keys and values of a row [B, heads, L, D] by layer, with the one method that transformers' layers call."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, padding_B: Tensor | None = None) -> None:
         self.length = length  # of the row
+        self.padding_B = padding_B  # tokens before each row's text that nothing sees
         self.positions_T = torch.empty(0, dtype=torch.int64)  # of the tokens in the current forward
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Put the keys and values of these tokens in their places; return those of the whole row."""
         if layer_idx not in self.kept:
-            self.kept[layer_idx] = keys.contiguous(), values.contiguous()
-        else:
-            for kept, new in zip(self.kept[layer_idx], (keys, values), strict=True):
-                kept.index_copy_(2, self.positions_T, new)
+            room = (0, 0, 0, self.length - keys.shape[2])
+            self.kept[layer_idx] = pad(keys, room).contiguous(), pad(values, room).contiguous()
+            return keys, values
+        for kept, new in zip(self.kept[layer_idx], (keys, values), strict=True):
+            kept.index_copy_(2, self.positions_T, new)
         return self.kept[layer_idx]
 
 
-def begin(model: CausalLM, input_ids_BL: Tensor, prompt_length: int) -> tuple[Tensor, Any]:
+def begin(
+    model: CausalLM, input_ids_BL: Tensor, prompt_length: int, padding_B: Tensor | None = None, room: int = 0
+) -> tuple[Tensor, Any]:
     """Return the last hidden states [B, L, H] of whole rows, one document each, and the cache for `step`.
 
-    Where layers carry a state, padding would enter it: then of the prompt alone, with transformers' own cache.
+    Rows may begin with `padding_B` tokens that are not seen; the cache has `room` behind the rows. Where layers carry a
+    state, padding would enter it: then of the prompt alone, with transformers' own cache.
     """
     backbone = model.backbone
     if keeps_state(model.config):
@@ -49,10 +55,11 @@ def begin(model: CausalLM, input_ids_BL: Tensor, prompt_length: int) -> tuple[Te
         return output.last_hidden_state, output.past_key_values
     length = input_ids_BL.shape[1]
     form: MaskForm = "dense" if model.mask_form(length) == "dense" else "first"
-    one_document = torch.zeros_like(input_ids_BL[:1])
-    masks, positions = attention_inputs(model.config, one_document, computing_dtype(model.module), form)
-    cache = KeyValueCache(length)
-    cache.positions_T = positions[0]
+    documents_BL = torch.zeros_like(input_ids_BL[:1])
+    if padding_B is not None:
+        documents_BL = (torch.arange(length, device=padding_B.device) >= padding_B[:, None]).to(torch.int64)
+    masks, positions = attention_inputs(model.config, documents_BL, computing_dtype(model.module), form)
+    cache = KeyValueCache(length + room, padding_B)
     output = backbone(
         input_ids=input_ids_BL, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True
     )
@@ -61,9 +68,10 @@ def begin(model: CausalLM, input_ids_BL: Tensor, prompt_length: int) -> tuple[Te
 
 def step(model: CausalLM, input_ids_B1: Tensor, position_1: Tensor, cache: Any) -> Tensor:
     """Return the last hidden states [B, 1, H] of the tokens at a position, which is data on the model's device."""
-    module, masks = model.module, None
+    module, masks, positions = model.module, None, position_1[None]
     if isinstance(cache, KeyValueCache):
         cache.positions_T = position_1
-        masks = step_masks(model.config, position_1, cache.length, computing_dtype(module))
+        masks = step_masks(model.config, position_1, cache.length, computing_dtype(module), cache.padding_B)
+        positions = positions if cache.padding_B is None else positions - cache.padding_B[:, None]
     seen = {"attention_mask": masks, "past_key_values": cache, "use_cache": True}
-    return model.backbone(input_ids=input_ids_B1, position_ids=position_1[None], **seen).last_hidden_state
+    return model.backbone(input_ids=input_ids_B1, position_ids=positions, **seen).last_hidden_state

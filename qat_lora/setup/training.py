@@ -19,6 +19,7 @@ import torch
 
 from qat_lora.cache.format.codec import OPTIONAL
 from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.read.mixed import LaterConfig, MixedCaches
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.data.packing import ENCODERS, TextDataset, make_encoder, pack_rows, take_eval
 from qat_lora.data.sources import describe_source, open_documents
@@ -69,13 +70,16 @@ def cache_training_data(options: RecoverOptions | QatOptions) -> TrainingData:
     if isinstance(options, RecoverOptions) and options.learn == "kd+ce" and not objective.ce_weight:
         objective = replace(objective, ce_weight=1.0)
     temperatures, checked = objective.cached_temperatures, options.verify_rows
-    rows = KDCacheDataset(path, options.preload, options.head_k, temperatures=temperatures, verify_rows=checked)
+    later = options.later if isinstance(options, RecoverOptions) else LaterConfig()
+    rows = MixedCaches(path, options.preload, options.head_k, temperatures=temperatures, verify_rows=checked)
+    rows.join(later, options.loop.until_step or options.loop.max_steps)
     check_arrays(rows, objective)
     kept = None
     if rows.manifest.rows("eval"):
         kept = KDCacheDataset(path, k=options.head_k, split="eval", verify_rows=checked)
         kept.leave_out_all_but(["teacher_hidden"])  # evaluations read no draws
-    return TrainingData(rows, kept, objective, {"cache": rows.manifest.fingerprint.sha256})
+    identity = {"cache": rows.manifest.fingerprint.sha256, **(to_dict(later) if later.later_caches else {})}
+    return TrainingData(rows, kept, objective, identity)
 
 
 def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
@@ -251,7 +255,7 @@ def complete_run(
     plan: TrainingRun, settings: dict[str, Any], inputs: Sequence[Any], work: Callable[[], dict[str, Any]], what: str
 ) -> Path:
     """Claim the run's folder by its `settings`, sparing `inputs`, do its work, complete and return it."""
-    run, out, runtime = plan.options.run, plan.out, plan.runtime
+    run, loop, out, runtime = plan.options.run, plan.options.loop, plan.out, plan.runtime
     with outputs.lock_dir(out) if runtime.is_main else contextlib.nullcontext():
         claim = partial(outputs.claim, out, plan.command, settings, run.overwrite, inputs)
         if runtime.agree(runtime.is_main and claim()):  # what it raises in the main process ends all
@@ -260,6 +264,9 @@ def complete_run(
         if runtime.is_main:
             save_yaml(plan.options, out / "config.yaml")
         result = work()
+        if result["step"] == loop.until_step != loop.max_steps:
+            say(run, f"stopped after step {loop.until_step} of {loop.max_steps}, as --until-step says: {out / 'last'}")
+            return out
         runtime.barrier("before_final_save")
         if runtime.is_main:
             save_json(result, out / "result.json")

@@ -35,6 +35,7 @@ class LoopConfig:
     accumulation_steps: int = _count(1, "micro-batches of an optimizer step", unit="micro-batches", common=True)
     global_batch_size: int | None = _count(None, "rows of a step over all replicas; sets the accumulation", unit="rows")
     max_steps: int = _count(1000, "optimizer steps", unit="steps", common=True)
+    until_step: int | None = _count(None, "stop after this step, to go on later; default: --max-steps", unit="steps")
     epochs: float | None = common(None, HELP["epochs"], unit="epochs", above=0)
     log_steps: int = _count(10, "optimizer steps between fetches of the log values", unit="steps")
     eval_steps: int = _count(50, "optimizer steps between evaluations on the cache's evaluation split", unit="steps")
@@ -140,7 +141,8 @@ class Run:
     def is_over(self) -> bool:
         """True if no step is left, or evaluations stopped improving."""
         patience, since = self.loop.early_stop, self.progress.evaluations_since_best
-        return self.step >= self.loop.max_steps or (patience is not None and since >= patience)
+        end = min(self.loop.max_steps, self.loop.until_step or self.loop.max_steps)
+        return self.step >= end or (patience is not None and since >= patience)
 
     def ends_interval(self, steps: int) -> bool:
         """Tell whether an interval of so many steps, or the run, ends with this step."""

@@ -58,3 +58,23 @@ def test_a_token_at_a_time_is_the_whole_row(kinds, window, tmp_path):
         other[:, 0] = (other[:, 0] + 1) % VOCABULARY
         seen = (model.hidden(other, torch.zeros_like(ids)) - wanted).abs().amax((0, 2)) > 1e-4
     assert seen[KNOWN - 1] and (seen[-1] or window)  # a forward that looked at nothing would pass the rest
+
+
+@pytest.mark.parametrize(("kinds", "window"), [((FULL, FULL), None), ((SLIDING, FULL), 3)], ids=str)
+def test_rows_that_begin_with_padding_are_those_without(kinds, window, tmp_path):
+    model = make(kinds, window, tmp_path)
+    ids = torch.randint(0, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(1))
+    padding, before = torch.tensor([0, 2, 4]), KNOWN + 4
+
+    def walked_from(padding_B):
+        hidden, cache = begin(model, ids[:, :before], before, padding_B, LENGTH - before)
+        steps = [step(model, ids[:, p : p + 1], torch.tensor([p]), cache) for p in range(before, LENGTH)]
+        return torch.cat([hidden, *steps], 1)
+
+    with torch.no_grad():
+        found, naive = walked_from(padding), walked_from(None)
+        for row, cut in enumerate(padding.tolist()):
+            alone = ids[row : row + 1, cut:]
+            wanted = model.hidden(alone, torch.zeros_like(alone))[0]
+            assert (found[row, cut:] - wanted).abs().max() < 1e-5
+            assert not cut or (naive[row, cut:] - wanted).abs().max() > 1e-3

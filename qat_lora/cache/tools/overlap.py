@@ -8,7 +8,7 @@ The text is small and the cache is not, so the hashes of the text's runs are hel
 stream past them. Runs do not cross a document's start; one that the cache's row ends cut is missed, at most 12 a row.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,12 @@ def overlap(path: Place, texts: Mapping[str, Sequence[Any]], tokenizer_sha256: s
     by_text = {name: seen[name] / max(1, tokens[name]) for name in texts}
     figures = {"run": run, "tokens": total, "seen": total_seen, "share": total_seen / max(1, total)}
     return figures | {"by_text": by_text, "cache_tokens": cache_tokens}
+
+
+def run_hashes(documents: Iterable[np.ndarray], run: int = RUN) -> np.ndarray:
+    """Return the hashes of all runs of tokens in documents of token ids [L], sorted, each once."""
+    found = [_runs(ids_L[None], np.zeros((1, len(ids_L)), np.bool_), run)[0][0] for ids_L in documents]
+    return np.unique(np.concatenate([np.zeros(0, np.uint64), *found]))
 
 
 def summary(report: dict[str, Any]) -> str:
