@@ -57,10 +57,7 @@ def highlight(text: str, stream: TextIO | None, **style: Any) -> str:
 
 
 def bars_by_terminal() -> None:
-    """Let progress bars fit the terminal's width; where there is none, as in a batch job's log, let them be rare.
-
-    tqdm reads these variables when it is imported; those of the user win.
-    """
+    """Fit progress bars to the terminal's width, and make them rare in logs; tqdm reads these variables at import."""
     os.environ.setdefault("TQDM_DYNAMIC_NCOLS", "1")
     if sys.stderr is None or not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "30")

@@ -52,10 +52,7 @@ def join(tallies: list[Tally]) -> Tally:
 
 
 def add_up(row_N: np.ndarray, values_FN: np.ndarray, rows: int) -> np.ndarray:
-    """Return the sums of N positions by row, [rows, COLUMNS].
-
-    `values_FN`: loss, KL, same top-1, confidence (probability of the top-1 token), whether that token is right.
-    """
+    """Return sums by row of N positions: loss, KL, same top-1, confidence, whether the top-1 is right."""
     loss, kl, same, confidence, right = values_FN.astype(np.float64)
     sums = np.zeros((rows, COLUMNS))
     for column, weights in enumerate((None, loss, kl, same)):

@@ -40,10 +40,7 @@ def check_tasks(config: TasksConfig) -> Any:
 def run_tasks(
     module: Any, tokenizer: Any, config: TasksConfig, manager: Any, batch_size: int, max_length: int | None, seed: int
 ) -> dict[str, dict[str, float]]:
-    """Return the harness's metrics of a transformers model by task; ConfigError: a task does not run.
-
-    `manager` is from `check_tasks`; sequences have at most `max_length` tokens, by default the model's own limit.
-    """
+    """Return the harness's metrics by task, by the manager of `check_tasks`; ConfigError: a task does not run."""
     harness = require("lm_eval", "evals")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with warnings.catch_warnings(action="ignore"), torch.no_grad():  # the harness's and its libraries' own

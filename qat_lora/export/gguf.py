@@ -127,10 +127,7 @@ def _rows(model: CausalLM) -> int:
 def save_base(
     model: CausalLM, found: Mapping[str, Blocks | None], tokenizer: Any, file: Path, dtype: str, name: str
 ) -> None:
-    """Write a model without its adapter as one GGUF file, `name` in it; ModelError: something that cannot be written.
-
-    Layers and tables of which `found` has blocks are those, vectors float32, and all other tensors of type `dtype`.
-    """
+    """Write a model without its adapter as GGUF: blocks of `found`, float32 vectors, the rest of `dtype`."""
     gguf = require("gguf", "export")
     writer = gguf.GGUFWriter(file, architecture(model).name)
     gguf_model.write_settings(writer, model, _rows(model))
@@ -180,10 +177,7 @@ def _stacked(experts: list[Blocks], label: str) -> Blocks:
 
 
 def save_lora(model: CausalLM, file: Path, name: str, bits: int = 16) -> None:
-    """Write a model's adapter as a float16 GGUF file (llama.cpp's `--lora`); ModelError: a factor without a float16.
-
-    With 8 `bits`, those whose rows are whole blocks are Q8_0, as llama.cpp's own converter of adapters writes them.
-    """
+    """Write an adapter as GGUF, float16 or with 8 `bits` Q8_0 where blocks fit; ModelError: an overflow."""
     gguf = require("gguf", "export")
     layers = lora_layers(model.module)
     writer = gguf.GGUFWriter(file, architecture(model).name)

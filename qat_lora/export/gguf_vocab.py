@@ -84,10 +84,7 @@ PHI_3 = {"<unk>", "<s>", "</s>", "<|endoftext|>"}
 
 
 def write_vocabulary(writer: Any, vocab: Vocabulary, tokenizer: Any, name: str) -> None:
-    """Write the model's name, a tokenizer's tables, special tokens and chat template into a GGUF file in the making.
-
-    llama.cpp lets special tokens take spaces away where the name has `phi-3` in it, and then needs all of `PHI_3`.
-    """
+    """Write a name, tokenizer tables, special tokens and chat template; llama.cpp looks for `phi-3` in the name."""
     name = re.sub("(?i)phi-?3", "phi", name)
     writer.add_name(f"{name} (phi-3)" if vocab.strips and set(vocab.tokens) >= PHI_3 else name)
     writer.add_tokenizer_model("gpt2" if vocab.scores is None else "llama")

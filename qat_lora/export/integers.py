@@ -171,10 +171,7 @@ def affine(codes_OI: Tensor, spec: QuantSpec, meaning: Meaning, group: int) -> I
 
 
 def with_integers(module: nn.Module, found: Mapping[str, Container | None]) -> nn.Module:
-    """Give a model, in place, the weights of a container; None leaves a layer as it is.
-
-    Quantised layers become dense ones; embedding and LM head keep theirs, so that one matrix for both stays one.
-    """
+    """Give a model a container's weights, in place; None keeps a layer, and tied matrices stay one."""
     layers = quant_layers(module)
     for name, integers in found.items():
         if integers is None:
@@ -252,10 +249,7 @@ def dense_tables(module: nn.Module) -> dict[str, nn.Embedding | nn.Linear]:
 
 @torch.no_grad()
 def head_importance(model: CausalLM, batches: Iterable[Batch] | None) -> Tensor:
-    """Return the mean square of what the LM head reads, float32 [H] on the host, over the tokens of some batches.
-
-    Without text: the square of the final norm's gain, which is its output for a constant input.
-    """
+    """Return the mean square of what the LM head reads, float32 [H]; without text that of a constant input."""
     if batches is None:
         norm = model.backbone.norm
         return norm(torch.ones_like(norm.weight)).float().square().cpu()

@@ -125,10 +125,7 @@ def entries(packed: dict[str, Integers]) -> dict[str, Any]:
 
 
 def save_adapters(model: CausalLM, out: Path) -> None:
-    """Write a model's adapter as mlx-lm trains them: float16 factors [I, r] and [r, O], layers named in a block.
-
-    mlx-lm gives layers zeros that have an adapter in other blocks, and takes ranks by layer from the factors.
-    """
+    """Write an adapter as mlx-lm trains them: float16 factors [I, r] and [r, O], zeros where a block has none."""
     layers = lora_layers(model.module)
     rank, scale = max((layer.lora_A.shape[0], layer.scaling) for layer in layers.values())  # all have one scale
     factors = {}

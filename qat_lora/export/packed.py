@@ -41,10 +41,7 @@ PORTABLE = (2, 4, 8)  # widths that every version of compressed-tensors packs al
 
 
 def plan_compressed(job: ExportJob) -> ExportPlan:
-    """Return what writes a student's packed base and, beside it, its adapter; raises as `to_integers`.
-
-    ModelError: experts, or adapters of them, that readers would not find.
-    """
+    """Return what writes a packed base and its adapter; ModelError: experts' adapters that readers would not find."""
     module = job.student.model.module
     if any(siblings_of(name) and file_name(module)(name) != name for name in lora_layers(module)):
         raise ModelError("form: PEFT and vLLM do not know adapters of these experts by our names; give merged or gguf")

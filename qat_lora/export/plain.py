@@ -42,10 +42,7 @@ DROPPED = (
 
 
 def plan_merged(job: ExportJob) -> ExportPlan:
-    """Return what writes a student as dense weights, merged in place; ModelError: nothing to merge.
-
-    The model is in float32 and becomes `dtype` at the end: the sum of base and adapter is rounded once.
-    """
+    """Return what writes base and adapter, merged in float32 and rounded once; ModelError: nothing to merge."""
     model = job.student.model
     if not quant_layers(model.module) and not lora_layers(model.module):
         raise ModelError("model: has neither quantised layers nor adapters, so there is nothing to merge")

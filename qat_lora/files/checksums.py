@@ -144,10 +144,7 @@ def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
 
 
 def checkpoint_sha256(folder: Path) -> str:
-    """Return the identity of a folder with weights, and `config.json` or `adapter_config.json`; of a file its sha256.
-
-    ModelError if it holds no weights, or its settings are no JSON object.
-    """
+    """Return the identity of a folder's weights and settings, of a file its sha256; ModelError: neither is there."""
     if folder.is_file():
         return sha256_of(folder)
     weights = hashlib.sha256()

@@ -127,10 +127,7 @@ def _run_of(path: Path) -> tuple[str, set[str] | None, str]:
 
 
 def _note(paths: Iterable[Path], folder: str = "") -> None:
-    """List files, or folders that are a run's with everything in them (`folder` is "/").
-
-    A file in such a folder, as in the draft of a folder, gets no line of its own.
-    """
+    """List files, or folders (`folder` is "/") that are a run's whole; a file in such a folder gets no line."""
     new: dict[str, list[str]] = {}
     for path in paths:
         root, known, name = _run_of(path)
@@ -196,10 +193,7 @@ def is_draft(draft: Path, text: str) -> bool:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield the path to write a file under; when the block ends well it takes the place of `path`, else it is removed.
-
-    OutputExistsError: something is there already that the run did not write.
-    """
+    """Yield a path to write; at a good end it takes the place of `path`. OutputExistsError: another's file is there."""
     draft = path.with_name(f".tmp-{path.name}" if is_part(path) else f".tmp-{os.getpid()}-{path.name}")
     _note([path, draft])
     with _replacing(path, draft):

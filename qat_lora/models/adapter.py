@@ -55,10 +55,7 @@ class AdapterInfo:
 
 
 def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base_sha256: str) -> None:
-    """Write a model's adapters as a PEFT folder with checksums, in float16; ModelError: none, or larger numbers.
-
-    `base` is the folder of the checkpoint that they belong to; where `out` holds a `base`, the name it will have.
-    """
+    """Write adapters of the checkpoint `base` as a PEFT folder, float16; ModelError: none, or too large."""
     layers = lora_layers(model)
     if not layers:
         raise ModelError("model: has no recovery adapters to save")

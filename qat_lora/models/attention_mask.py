@@ -41,10 +41,7 @@ def attention_inputs(config: Any, document_ids_BL: Tensor, dtype: torch.dtype, f
 
 
 def document_begins(document_ids_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where each token's document begins, int32 [B, L], and each token's own position [L].
-
-    Documents are contiguous. The largest begin so far, by doubling: XLA has no running maximum of 64-bit integers.
-    """
+    """Return where each token's document begins, by a running maximum of doublings, int32 [B, L], and positions [L]."""
     length = document_ids_BL.shape[1]
     own_L = torch.arange(length, dtype=torch.int32, device=document_ids_BL.device)
     is_begin = torch.nn.functional.pad(document_ids_BL[:, 1:] != document_ids_BL[:, :-1], (1, 0))

@@ -179,10 +179,7 @@ class CausalLM:
         return replace(self, vocab_limit=rows)
 
     def checkpoint_gradients(self, function: Callable[..., Any]) -> None:
-        """Recompute every layer in the backward pass instead of keeping its activations; ModelError: none of them can.
-
-        `function` is `Runtime.checkpoint_function`; transformers' own switch takes torch's, which fails on XLA.
-        """
+        """Recompute layers in the backward pass by the `Runtime.checkpoint_function`; ModelError: none of them can."""
         layers = [layer for layer in self.module.modules() if hasattr(layer, "gradient_checkpointing")]
         if not layers:
             raise ModelError(f"gradient_checkpointing: {type(self.module).__name__} has no layers that offer it")

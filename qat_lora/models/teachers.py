@@ -53,10 +53,7 @@ class DispatchedCausalLM(CausalLM):
 def load_dispatched(
     name: str, device_map: str | Mapping[str, str | int], hub: HubConfig = DEFAULT_HUB, dtype: str = "float32"
 ) -> DispatchedCausalLM:
-    """Load a full-precision model over several devices; ModelError: as `load_model`, or a model that we quantised.
-
-    `device_map` is a rule of accelerate (`auto`, `balanced`, …), or the device of every module, `disk` allowed.
-    """
+    """Load a full-precision model over devices by accelerate's `device_map`; ModelError: as `load_model`, or ours."""
     require("accelerate", "big")
     loaded = load_model(name, hub, dtype, device_map)
     if quant_layers(loaded.module):

@@ -93,10 +93,7 @@ def _parts(shapes: Shapes, options: EstimateOptions, device: Device | None) -> d
 
 
 def _weights(shapes: Shapes, is_loop: bool, chips: int) -> int:
-    """Return the bytes of what is no adapter: of frozen matrices a chip's share and the largest layer.
-
-    Where layers are stacked (XLA), the codes of a weight that is formed once stay on the host (`layers/stacked.py`).
-    """
+    """Return the bytes of what is no adapter: of frozen matrices a chip's share and the largest layer."""
     module, layers = shapes.module, quant_layers(shapes.module)
     without = {id(p) for p in shapes.adapter}
     if is_loop:
@@ -187,10 +184,7 @@ def formed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
 
 
 def skeleton(options: EstimateOptions, blockwise: bool = False) -> Shapes:
-    """Build a student with an adapter on the meta device, in its training state; raises as `meta_student`.
-
-    `blockwise`: as `recover --blockwise` trains the last decoder layer, the only one whose weights are formed.
-    """
+    """Build a student with adapter on the meta device; `blockwise`: as the last decoder layer trains there."""
     chosen = None if options.preset is None else preset(options.preset, options.keep)
     dtype, rank, scales = DTYPES[options.run.dtype], options.lora.rank, options.train_scales
     config, module = meta_student(str(options.model), chosen, dtype)

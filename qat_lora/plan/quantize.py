@@ -120,10 +120,7 @@ def solver_work(module: torch.nn.Module, options: QuantizeOptions, column_passes
 def layer_work(
     rows: int, columns: int, spec: QuantSpec, turns: int, descends: bool, column_passes: int, coupled: bool = False
 ) -> SolverWork:
-    """Return the work of one layer that is rounded anew in so many turns, in float32 and by whole products.
-
-    `coupled`: its outputs' Fisher information is known whole, so that two-sided rounds follow.
-    """
+    """Return a layer's work for so many turns, in float32, by whole products; `coupled`: with two-sided rounds."""
     rounds = (ROUNDS if turns == 1 else turns * TURN_ROUNDS + ROUNDS - TURN_ROUNDS) if descends else 0
     both = TWO_SIDED_ROUNDS if descends and coupled and spec.sharing != "tensor" else 0
     levels = 0 if spec.sharing == "lowrank" else 2 if spec.step_bits else 1  # K-quants: steps, their scales

@@ -103,10 +103,7 @@ def widths(config: Any) -> Widths:
 
 
 def step_bytes(shapes: Shapes, options: EstimateOptions) -> dict[str, int]:
-    """Return the bytes that a step needs beyond what is held: `formed weights`, `activations`, `working memory`.
-
-    The settings' `attention` and `loss_chunk_mb` are those of the device, here and below.
-    """
+    """Return the bytes of a step beyond what is held: `formed weights`, `activations`, `working memory`."""
     tokens, layers = options.batch_size * options.length, shapes.config.num_hidden_layers
     width, sizes, is_loop = DTYPES[options.run.dtype].itemsize, widths(shapes.config), options.attention == "xla"
     layer = _layer(shapes, options)

@@ -109,10 +109,7 @@ READ_A_ROW = 64  # rows of a text that are read for each one drawn for calibrati
 
 
 def calibration_rows(batches: Iterator[Batch], rows: int) -> Iterator[Batch]:
-    """Return at most `rows` rows of batches, what calibration reads of them, without rows of padding.
-
-    A loss masks padding; statistics of activations would count it like text.
-    """
+    """Return at most `rows` rows of batches without rows of padding, which statistics would count like text."""
     for batch in batches:
         real = np.flatnonzero(batch["target_mask"].any(axis=1))[:rows]
         rows -= len(real)

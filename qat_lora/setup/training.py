@@ -151,10 +151,7 @@ def prepare(
 
 
 def evaluation_objective(objective: ObjectiveConfig, teacher_lm_head: LMHead | None) -> ObjectiveConfig:
-    """Return the distance to the teacher at temperature 1 that evaluations report: exact where its output head is here.
-
-    Else it is `ghost`, a lower bound that is blind to the tail's shape: comparable within a run, not between other Ks.
-    """
+    """Return the KL at temperature 1 that evaluations report: exact with the teacher's head, else `ghost`."""
     distance = ObjectiveConfig("ghost" if teacher_lm_head is None else "full")
     return replace(distance, loss_chunk_mb=objective.loss_chunk_mb, loss_walk=objective.loss_walk)
 

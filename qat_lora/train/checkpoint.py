@@ -46,10 +46,7 @@ def save_checkpoint(
     keep: int,
     runtime: Runtime,
 ) -> Path:
-    """Write the checkpoint after optimizer step `step`, then remove all but the newest `keep`; all processes call this.
-
-    DivergedError: a trained tensor, or the optimizer's state, is NaN or infinite; nothing is written.
-    """
+    """Write a checkpoint after `step`, keep the newest; all processes call this. DivergedError: not finite."""
     final = folder / f"step-{step:06d}"
     if not runtime.agree(runtime.is_main and final in checkpoints(folder)):  # else written by an earlier try, and equal
         parts: dict[str, dict[str, Tensor]] = {TRAINED: {**trained}, OPTIMIZER: optimizer_views(trained, optimizer)}

@@ -176,10 +176,7 @@ class _Trial(Run):
 
 @contextmanager
 def _undone(run: Run) -> Iterator[Mapping[str, str]]:
-    """Yield the random generators' states; then trained tensors, optimizer and generators get back what they had.
-
-    A copy from the host is a transfer on XLA and no graph, as where a checkpoint is loaded.
-    """
+    """Yield the generators' states; then tensors, optimizer and generators get back what they had, without a graph."""
     trained = run.state.trained
     tensors = {**{name: p.data for name, p in trained.items()}, **optimizer_views(trained, run.optimizer)}
     kept, random = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, random_states()

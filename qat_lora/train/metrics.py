@@ -237,10 +237,7 @@ def plot_curve(metrics: Path, evaluations: Path, out: Path) -> None:
 
 
 def draw_curve(axis: Any, metrics: Path, evaluations: Path) -> None:
-    """Draw training and evaluations on a matplotlib axis, on one scale: the KL, or without a teacher the loss.
-
-    Of training there are all steps, faint, and means over a fiftieth of them each.
-    """
+    """Draw steps, their means over a fiftieth, and evaluations on one axis: the KL, without a teacher the loss."""
     train, evaluated = read_metrics(metrics, "loss"), read_metrics(evaluations)
     name = "kl" if any("kl" in line for line in train) else "loss"
     shown = {"kl": "KL", "loss": "loss", "nll": "loss"}

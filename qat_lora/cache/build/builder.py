@@ -166,10 +166,7 @@ def run_batch(
 
 
 def fetched(arrays: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Return arrays of a device as NumPy's, in one transfer.
-
-    A device that collects work until something is read (XLA) would run the whole teacher again for every array.
-    """
+    """Return arrays of a device as NumPy's, in one transfer: XLA would run the whole teacher again for every array."""
     # As float32, ids in two halves that it holds exactly: reading the bits as another type ends a graph on XLA.
     parts: list[torch.Tensor] = []
     for values in arrays.values():
@@ -191,10 +188,7 @@ def bytes_per_token(fingerprint: Fingerprint) -> float:
 
 @contextlib.contextmanager
 def _written_behind(writer: CacheWriter) -> Iterator[Callable[[dict[str, np.ndarray], _Batch], None]]:
-    """Yield a function that hands a batch to the writer in one background thread; leaving waits until all are written.
-
-    An error there is raised here, and nothing is appended after it; an error here drops what is still waiting.
-    """
+    """Yield a function that hands a batch to the writer in a background thread; errors of either side end both."""
     waiting: collections.deque[Future[None]] = collections.deque()
 
     def append(before: Future[None] | None, arrays: dict[str, np.ndarray], batch: _Batch) -> None:

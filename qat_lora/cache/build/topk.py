@@ -49,10 +49,7 @@ def top_k_entries(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def sparse_arrays(
     logits_NV: Tensor, top_k: int, temperatures: Sequence[float], uniforms: Uniforms, piece_bytes: int | None = None
 ) -> dict[str, Tensor]:
-    """Return what is kept of some positions' logits: any float type, real vocabulary only, may be overwritten.
-
-    K is 0 for draws only; `piece_bytes` of float32 logits are worked on at a time, None for all at once.
-    """
+    """Return what is kept of some positions' logits, which may be overwritten; `piece_bytes` of float32 at a time."""
     vocab = logits_NV.shape[-1]
     if piece_bytes is None:
         return _piece(logits_NV.float(), top_k, temperatures, uniforms)
@@ -127,10 +124,7 @@ def draw_weighted(weights_NV: Tensor, uniforms_ND2: Tensor) -> Tensor:
 
 
 def _invert(cumulative: Tensor, uniform_ND: Tensor) -> Tensor:
-    """Return the first index at which a cumulative sum [N, 1 or D, n] exceeds a part of its end.
-
-    Counted, not searched: every device counts, and an entry without weight cannot be the first to exceed anything.
-    """
+    """Return the first index at which a cumulative sum [N, 1 or D, n] exceeds a part of its end, by counting."""
     reached = cumulative <= uniform_ND[..., None] * cumulative[..., -1:]
     return reached.sum(-1).clamp(max=cumulative.shape[-1] - 1)
 

@@ -299,10 +299,7 @@ class CacheWriter:
         self.fingerprint = found  # its shards say how the teacher was spelt, and all of a cache say the same
 
     def _refuse_foreign(self) -> None:
-        """Refuse a folder that holds files and no cache of ours, or others' files under the names of a cache.
-
-        A resumed build reads its records anyway; only what it would remove or write unread is looked at here.
-        """
+        """Refuse a folder with files and no cache of ours, or others' files under a cache's names, unread so far."""
         names = self.out.names()
         kinds = {name: kind for name in names if (kind := _kind(name)) is not None}
         told = [name for name, kind in kinds.items() if kind in _OURS]
@@ -414,10 +411,7 @@ def _kind(name: str) -> str | None:
 
 
 def read_part(folder: Location, partition: Partition, fingerprint: Fingerprint) -> Part | None:
-    """Return a builder's record of having ended, None while it has not; CacheDamaged if it is not what was written.
-
-    OutputExistsError: it belongs to another cache, or to a build by another number of builders.
-    """
+    """Return a builder's record of having ended, None before; CacheDamaged, OutputExistsError: another build's."""
     name = fmt.part_name(partition.builder)
     file = f"{folder}/{name}"
     try:

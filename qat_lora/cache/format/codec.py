@@ -255,11 +255,7 @@ def strange_ids(row: Arrays, vocab_size: int) -> str | None:
 
 
 def promises(part: Arrays, fingerprint: Fingerprint) -> dict[str, bool]:
-    """Return the rules for values, and whether some rows of a shard keep them.
-
-    A checksum says that bytes are as they were written; these rules find a writer that was wrong and sealed what it
-    wrote.
-    """
+    """Return the rules for values, which find a writer that was wrong, and whether some rows of a shard keep them."""
     held = fingerprint.contents
     kept = {"loss_mask of 0 and 1": bool((part["loss_mask"] <= 1).all())}
     for name, entries in {"input_ids": 0, **held.id_lists}.items():

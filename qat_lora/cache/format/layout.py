@@ -82,10 +82,7 @@ class Contents(NamedTuple):
 
 
 def array_table(held: Contents) -> tuple[ArraySpec, ...]:
-    """Return the arrays of a shard in file order: 4-byte types, then 2-byte, then single bytes.
-
-    That order keeps every array aligned without padding, which safetensors does not allow.
-    """
+    """Return the arrays of a shard in file order: 4-byte types first, so all are aligned without padding."""
     positions = held.length - 1
     wide, packed = held.vocab_size > PACKED_VOCAB, SHORT_VOCAB < held.vocab_size <= PACKED_VOCAB
     lists = held.id_lists.items()

@@ -64,10 +64,7 @@ def check_lm_head(location: Location, fingerprint: Fingerprint, *, whole: bool =
 
 
 def read_lm_head(place: Place, fingerprint: Fingerprint) -> LMHead:
-    """Return the teacher's LM head, tensors on the CPU in the type in which they are stored.
-
-    CacheError: the cache holds no hidden states; CacheDamaged: the file is missing or is not what was written.
-    """
+    """Return the teacher's LM head as stored, on the CPU; CacheError: without hidden states; CacheDamaged: damage."""
     import torch
 
     location = locate(place)

@@ -112,10 +112,7 @@ class Fingerprint:
         return config.fingerprint({"version": fmt.VERSION, **to_json(self)})
 
     def difference(self, other: Self) -> tuple[str, Any, Any] | None:
-        """Return the first field that differs, with its value here and in `other`; None if none does.
-
-        One teacher may be spelt in several ways (`T/`, `./T`): its sha256 decides.
-        """
+        """Return the first field that differs, with both values, None if none does; teachers by sha256."""
         for item in dataclasses.fields(self):
             here, there = getattr(self, item.name), getattr(other, item.name)
             if here != there and not (item.name == "teacher" and self.teacher_sha256 == other.teacher_sha256):
@@ -202,10 +199,7 @@ def render(record: Any) -> bytes:
 
 
 def parse(cls: type[R], data: bytes, where: str) -> R:
-    """Turn sealed JSON text into a record; CacheDamaged names `where` if the seal, a key or a type is not as written.
-
-    CacheError: a cache of another format version.
-    """
+    """Turn sealed JSON into a record; CacheDamaged names `where` if seal, key or type differ; CacheError: version."""
     try:
         text = data.decode("ascii")
         body, digest = text[: -64 - len(_SEAL_END)], text[-64 - len(_SEAL_END) : -len(_SEAL_END)]

@@ -135,10 +135,7 @@ class KDCacheDataset(ShuffledRows):
         return batch
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Return one row, arrays as in `rows` without their first axis; negative numbers count from the end.
-
-        So a torch DataLoader takes it as a map-style dataset, with workers too, and stacks rows to tensors.
-        """
+        """Return one row, as torch's DataLoader asks a map-style dataset; negative numbers count from the end."""
         row = index + len(self) if index < 0 else index
         if not 0 <= row < len(self):
             raise IndexError(f"row {index} of {len(self):,}")  # ends a plain `for row in dataset`

@@ -280,10 +280,7 @@ Place = str | Path | Location  # what callers may give: a path, a URL as text, o
 
 
 def locate(place: Place) -> Location:
-    """Return the location that a path or URL means; MissingExtraError where the URL's driver is not installed.
-
-    CacheError: a URL of an unknown kind, or one that `pathlib` has already spoilt.
-    """
+    """Return the location of a path or URL; CacheError: an unknown or spoilt URL; MissingExtraError: no driver."""
     if not isinstance(place, str | Path):
         return place
     text = str(place)

@@ -136,10 +136,7 @@ def shard_entry(sidecar: Sidecar, data: bytes) -> ShardEntry:
 
 
 def check_entry(place: Location, entry: ShardEntry, fingerprint: Fingerprint) -> None:
-    """Raise CacheDamaged unless a shard's sidecar is the one that the manifest sealed, and the shard has its size.
-
-    A sidecar with the listed sha256 is that one, unread; another is read to say what is wrong with it.
-    """
+    """Raise CacheDamaged unless a shard's sidecar is the one that the manifest sealed, and the shard has its size."""
     with contextlib.suppress(FileNotFoundError):
         data = place.read(f"{entry.shard}.json", fmt.SIDECAR_LIMIT_BYTES)
         if hashlib.sha256(data).hexdigest() == entry.sidecar_sha256:
@@ -182,10 +179,7 @@ def most_open() -> int:
 
 
 class Shard:
-    """The rows of a shard, in memory with `preload`; closed when nothing refers to it any more.
-
-    CacheDamaged: the file is missing, or its size or header are not what the fingerprint demands.
-    """
+    """The rows of a shard, in memory with `preload`; CacheDamaged: size or header are not what they should be."""
 
     def __init__(self, place: Location, entry: ShardEntry, fingerprint: Fingerprint, *, preload: bool = False) -> None:
         self._place, self._entry, self._table = place, entry, fingerprint.arrays
@@ -207,10 +201,7 @@ class Shard:
                 raise CacheDamaged(f"{file}: its header describes other arrays than the cache's fingerprint demands")
 
     def rows(self, first: int, count: int = 1, *, check: bool = True) -> dict[str, np.ndarray]:
-        """Return the arrays [count, ...] of the rows from `first` on, as they are stored; `check` compares CRC-32s.
-
-        CacheDamaged: a row is not what was written, or the file has changed since it was opened.
-        """
+        """Return arrays [count, ...] of rows from `first` on, as stored; CacheDamaged: a changed row or file."""
         where = f"row {first}" if count == 1 else f"rows {first} to {first + count - 1}"
         # A file that was removed can still be read while it is open, but a run could not be repeated from it.
         if not (isinstance(self._data, bytes) or self._place.far or os.fstat(self._data.fileno()).st_nlink):
@@ -276,10 +267,7 @@ class VerifyReport(NamedTuple):
 
 
 def verify_cache(path: Place, progress: Progress | None = None, *, threads: int | None = None) -> VerifyReport:
-    """Check every byte of a cache, `threads` shards at a time (default as in `at_once`); CacheError: unfinished.
-
-    CacheDamaged names the shard and what is wrong; of several damaged ones the first in row order.
-    """
+    """Check every byte of a cache, `threads` shards at a time; CacheDamaged names the first bad shard; CacheError."""
     begun, folder = time.perf_counter(), locate(path)
     manifest = read_manifest(folder)
     entries, held = manifest.all_shards, manifest.fingerprint
