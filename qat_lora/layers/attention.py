@@ -37,8 +37,7 @@ def tiled_attention(
 ) -> Tensor:
     """Return the attention of every query head to its key head, [B, H, L, E]; H is a multiple of G.
 
-    `first_BL` is the first position that each one sees, at most `window` with its own; under autocast, scores stay
-    float32.
+    `first_BL` is the first position that each sees, at most `window` with its own; under autocast scores stay float32.
     """
     with torch.autocast(query_BHLD.device.type, enabled=False):
         key, value = key_BGLD.to(query_BHLD.dtype), value_BGLE.to(query_BHLD.dtype)
@@ -57,8 +56,7 @@ def dense_mask(first_B11L: Tensor, dtype: torch.dtype) -> Tensor:
 def tiled_or(otherwise: Callable[..., Any], attention: Callable[..., Tensor] = tiled_attention) -> Callable[..., Any]:
     """Return an attention function for transformers: ours for first positions, else `otherwise`.
 
-    First positions are told by int32. What we do not compute (dropout, sinks, capped scores) takes them as a mask in
-    memory.
+    First positions are int32; dropout, sinks and capped scores, which we do not compute, take them as a mask in memory.
     """
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **others: Any) -> Any:
@@ -153,10 +151,7 @@ def blocked_attention(
     keep: Keep,
     kernel: AttentionKernel | None = None,
 ) -> Tensor:
-    """Return what `tiled_attention` does, for a compiler that fuses: no writes in place, few and large blocks.
-
-    Where the device has a kernel that fits, that computes it instead.
-    """
+    """Return what `tiled_attention` does, in few large blocks for a compiler that fuses, or by the device's kernel."""
     fits = kernel is not None and key_BGLD.shape == value_BGLE.shape and kernel.fits(query_BHLD, key_BGLD)
     chosen = kernel if kernel is not None and fits else _Blocks()
     settings = (scale, window)
@@ -265,10 +260,7 @@ class _TiledAttention(torch.autograd.Function):
 
 
 def _tiles(length: int, window: int | None) -> list[tuple[slice, slice]]:
-    """Return each tile's queries and the keys that one of them may see.
-
-    Documents shorten no tile: then the last bit of a row would depend on the others in its batch.
-    """
+    """Return each tile's queries and keys; documents shorten none, or a row's last bit would depend on its batch."""
     before = length if window is None else window - 1
     return [(rows, slice(max(0, rows.start - before), rows.stop)) for rows in _slices(length, TILE)]
 
@@ -297,10 +289,7 @@ MASK_TILE = 128  # tokens on either side of a tile; rows of other lengths than m
 
 
 def document_block_mask(first_BL: Tensor) -> BlockMask:
-    """Return the block mask of packed rows, without reading anything back; L is a multiple of `MASK_TILE`.
-
-    Every token sees from its `first` position, which never falls along a row, to its own.
-    """
+    """Return packed rows' block mask and read nothing back; `first` never falls along a row, `MASK_TILE` divides L."""
     length = first_BL.shape[1]
     tile = torch.arange(length // MASK_TILE, device=first_BL.device)
     begin_BQ, end_BQ = first_BL[:, ::MASK_TILE] // MASK_TILE, first_BL[:, MASK_TILE - 1 :: MASK_TILE]

@@ -104,10 +104,7 @@ def _kept_by(preset: Preset, name: str) -> str | None:
 
 
 def reach_of(model: nn.Module, preset: Preset, targets: Mapping[str, QuantSpec]) -> tuple[float, str]:
-    """Return the share of the blocks' linear and expert weights that `targets` are, and a line that says it.
-
-    Where more than `MOST_LEFT` is left out, the line is a warning that names what, and why.
-    """
+    """Return the targets' share of the blocks' weights and a line on it, a warning if more than `MOST_LEFT` is left."""
     matrices, reasons = _matrices(model), dict[str, list[str]]()
     for name in matrices.keys() - targets.keys():
         kept = _kept_by(preset, name)
@@ -255,8 +252,7 @@ def scales_by_kind(model: nn.Module, scales: Mapping[str, nn.Parameter]) -> dict
 def bits_per_weight(model: nn.Module) -> dict[str, float]:
     """Return stored bits per weight: `base`, `with_adapter` (float16 factors) and `model`.
 
-    The first two count the quantised layers only. `model` counts everything but adapters: embeddings, norms and
-    whatever else is not quantised in the types that they have, tied tensors once.
+    The first two count quantised layers only, `model` all but adapters in the types that they have, tied tensors once.
     """
     layers = quant_layers(model)
     if not layers:

@@ -17,8 +17,7 @@ Gradients through the rounding are conventions; ParetoQ found these best at each
 The forward is code value times scale, in `QuantLinear`'s order: trained weights and their saved codes agree to the last
 bit, which w + (ŵ - w).detach() would not. LSQ's factor on the scale's gradient is left out: AdamW cancels it.
 
-Sources: LR-QAT (arXiv 2406.06385) for the low-rank form; LSQ (arXiv 1902.08153); ParetoQ (arXiv 2502.02631); LSQ+
-(arXiv 2004.09576) for learned ranges.
+Sources: LR-QAT (arXiv 2406.06385); LSQ (arXiv 1902.08153); LSQ+ (arXiv 2004.09576); ParetoQ (arXiv 2502.02631).
 """
 
 import math
@@ -133,8 +132,7 @@ class Latent(nn.Module):
 class LatentChange(nn.Module):
     """A frozen position [O, I] among the code values, and a low-rank change of it that trains.
 
-    In units of the scale: a scale that trains stretches the layer and leaves its codes alone, which a change of rank r
-    could not take back (KL 0.48 instead of 0.36).
+    In units of the scale, so that a scale that trains leaves the codes alone (KL 0.36; in the weight's own units 0.48).
     """
 
     unit: Tensor

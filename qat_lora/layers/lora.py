@@ -106,9 +106,8 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class SharedInput:
     """Adapters that are called one after the other with one tensor; the first computes for all.
 
-    All A's are one product, and so are the bases where their weights lie together (`quant_linear.join_dense`). Where a
-    compiler fuses, the B's are one as well, with zeros where a B meets another's A. A member that is called with
-    another tensor, or alone, computes for itself.
+    All A's are one product; so are bases that lie together (`quant_linear.join_dense`) and, where a compiler fuses, the
+    B's, with zeros where a B meets another's A. Called alone or with another tensor, a member computes for itself.
     """
 
     def __init__(self, members: list[LoraLinear]) -> None:

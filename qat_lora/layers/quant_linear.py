@@ -6,8 +6,7 @@ module per state. Whatever trains, the forward rounds scales and tables to float
 the layer that computes, bit for bit, and `materialize()` turns the layer into it.
 
 To PEFT and transformers the class is a `torch.nn.Linear` (`weight`, `in_features`, `isinstance`), but `weight` is
-computed: assigning to it, or to its `data`, raises. PEFT merges by `weight.data += delta`, which on a computed tensor
-would silently lose the adapter.
+computed: assigning to it or its `data` raises, or PEFT's merge, `weight.data += delta`, would lose the adapter.
 
 `TiedEmbedding` looks its rows up in a quantised LM head. Small models tie the two, and their matrix is a large share of
 all weights (a quarter in Qwen3-0.6B); as codes for the LM head and floats for the embedding it would take more room
@@ -108,10 +107,7 @@ class ComputedWeight(Tensor):
 
 
 class Packed(nn.Module):
-    """The stored codes, unpacked anew in every forward: the state of a loaded layer, with the least memory.
-
-    Or code values that are kept, where gradients reach scales (`train_scales`) or the ends of ranges (`train_range`).
-    """
+    """The stored codes, unpacked in every forward (least memory), or kept as values while scales or ranges train."""
 
     kept: Any
 
@@ -240,10 +236,7 @@ class QuantLinear(nn.Linear):
 
     @torch.no_grad()
     def stored(self) -> dict[str, Tensor]:
-        """Return the tensors that describe the layer as it is now: codes and whole numbers packed, others float16.
-
-        Computed on the host: on XLA this makes no graphs of its own.
-        """
+        """Return the layer's tensors as they are, made on the host (no XLA graphs): integers packed, others float16."""
         here = copy.deepcopy(self).cpu() if self._codes_may_change else self
         tensors: dict[str, Tensor] = {"codes": here.source.packed_codes(here), **here.named_scales()}
         tensors |= {name: getattr(here, name) for name in self.spec.whole}

@@ -2,8 +2,7 @@
 
 Every estimator takes the student's log-probabilities of the top-K ids and its log mass outside them, log(1 - b), and
 the same two of the teacher, log t and log m, and returns the loss with its gradient. One view makes them all alike: the
-tail is one more outcome, the K+1st, and its gradient is shared among its tokens in proportion to the student's own
-probabilities there:
+tail is one more outcome, the K+1st, and its gradient is shared among its tokens by the student's probabilities there:
 
     dz_j = topk_NK[j] on the top K,     dz_j = tail_N · p_j / (1 - b) elsewhere,     b = Σ_topK p.
 
@@ -71,10 +70,7 @@ def renorm(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Tens
 
 
 def reverse(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Tensor) -> Estimate:
-    """Reverse KL over the K+1 outcomes: Σ_topK p log(p/t) + (1-b) log((1-b)/m); seeks the teacher's modes.
-
-    Infinite where the student has mass and the teacher has none.
-    """
+    """Reverse KL over K+1 outcomes, Σ_topK p log(p/t) + (1-b) log((1-b)/m): seeks modes; infinite where t = 0 < p."""
     p_NK, rest_N = log_p_NK.exp(), log_rest_N.exp()
     ratio_NK, ratio_N = log_p_NK - log_t_NK, log_rest_N - log_m_N
     loss_N = weighted(p_NK, ratio_NK).sum(-1) + weighted(rest_N, ratio_N)
@@ -154,10 +150,7 @@ class TopKTerm:
 
 @dataclass(frozen=True, eq=False)
 class PointTerm:
-    """A cross-entropy -Σ w log p at given ids, int64 [N, D] and float [N, D]; scaled by weight · T².
-
-    Ids are labels (`ce`, `hard_top1`) or draws (`sampled`, `hybrid`); they may repeat, and may be top-K ids.
-    """
+    """A cross-entropy -Σ w log p, times weight · T², at ids [N, D]: labels or draws, also repeated or in the top K."""
 
     ids_ND: Tensor
     weights_ND: Tensor
@@ -168,10 +161,7 @@ class PointTerm:
 
 @dataclass(frozen=True, eq=False)
 class DenseTerm:
-    """The forward KL over the whole vocabulary, softened by a temperature and scaled by weight · T².
-
-    The teacher gets no gradient. Its output head has the student's vocabulary, and a width of its own.
-    """
+    """The softened forward KL over the whole vocabulary, times weight · T², to a frozen teacher of any hidden width."""
 
     hidden_NH: Tensor
     lm_head: LMHead
@@ -241,9 +231,8 @@ def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: floa
 def hidden_error_sum(student: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return the relative squared error of hidden states [..., H], summed over positions, and how many counted.
 
-    At a position: mean over H of (student - teacher)², divided by the mean over H of teacher². Models differ in the
-    scale of their hidden states by orders of magnitude, also within a row (massive activations); relative, 1 is what a
-    student of zeros would have, everywhere, so that a weight means the same for every model.
+    At a position: mean over H of (student - teacher)² divided by that of teacher². Scales differ by orders of magnitude
+    between models and within a row (massive activations); relative, a student of zeros has 1 in every model.
     """
     wide, keep = wide_dtype(torch.promote_types(student.dtype, teacher.dtype)), mask.bool()[..., None]
     # Masked before the square: a NaN in padding would come back through its derivative.

@@ -142,8 +142,7 @@ class ObjectiveConfig:
 def weight_tensors(weights: Mapping[str, float], send: Callable[[Sequence[float]], Tensor]) -> dict[str, Tensor]:
     """Return weights as data on a device, tensors of one entry; `send` is `Runtime.numbers`.
 
-    PyTorch/XLA compiles Python numbers and tensors without dimensions into the graph where they are 0 or 1, and merges
-    them with any other equal number, so an annealed weight would recompile on its way.
+    PyTorch/XLA compiles numbers and 0-d tensors of 0 or 1 into graphs and merges equal ones, so annealing recompiles.
     """
     return {name: send([value]) for name, value in weights.items()}
 
@@ -158,12 +157,10 @@ def objective_loss(
 ) -> LossSum:
     """Return the objective of a micro-batch, added up over the positions that its `target_mask` keeps.
 
-    Where a batch has `weights`, positions count as much as theirs: sums are Σ w · loss, and the count Σ w.
-
-    Shifted here, once: position p of a row has seen tokens 0..p and is scored on token p+1.
-
-    `weights` are those of this step, as numbers or `weight_tensors`; by default those at the start. The term `anchor`
-    is not for this batch and left out; `teacher_lm_head` is for the estimator `full`.
+    Shifted here, once: position p of a row has seen tokens 0..p and is scored on token p+1. Where a batch has `weights`
+    of positions, sums are Σ w · loss, and the count Σ w. The argument `weights` is for the terms of this step, numbers
+    or `weight_tensors`; by default those at the start. `anchor` is not for this batch and left out; `teacher_lm_head`
+    is for the estimator `full`.
 
     CacheError: the batch lacks the temperature, or an array that a term needs; names the build flag.
     """
@@ -253,9 +250,8 @@ def _kd_terms(batch: Batch, config: ObjectiveConfig, weight: float | Tensor, lm_
 def sparse_teacher_from_batch(batch: Batch, temperature: float = 1.0) -> SparseTeacher:
     """Return the cached teacher at every position of a batch, flattened to N = B·(L-1).
 
-    The top-K logits are stored in half precision, their mass and the tail's in full. The rounding error is spread over
-    all K+1 outcomes, so that they add up to one and no loss can drop below zero. CacheError where the batch holds no
-    normaliser for this temperature.
+    The rounding error of the top-K logits, in half precision, is spread over all K+1 outcomes, so that they add up to
+    one and no loss can drop below zero. CacheError where the batch holds no normaliser for this temperature.
     """
     lse_key, tail_key = temperature_key("lse", temperature), temperature_key("log_tail", temperature)
     if lse_key not in batch or tail_key not in batch:
@@ -276,10 +272,7 @@ def sparse_teacher_from_batch(batch: Batch, temperature: float = 1.0) -> SparseT
 
 @torch.no_grad()
 def sparse_teacher_from_logits(logits_NV: Tensor, k: int, temperature: float = 1.0) -> SparseTeacher:
-    """Return the top-k entries of each position and the exact log mass of the others.
-
-    Holds one copy of the logits, so pass chunks; slice padding off first.
-    """
+    """Return each position's top k and the exact log mass of the rest; logits are copied, so pass chunks, unpadded."""
     z_NV = logits_NV.to(wide_dtype(logits_NV.dtype)) / temperature
     top = z_NV.topk(k, dim=-1)
     log_tail_N = z_NV.scatter(-1, top.indices, float("-inf")).logsumexp(-1)

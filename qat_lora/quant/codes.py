@@ -50,11 +50,7 @@ def normal_table(bits: int) -> Tensor:
 
 
 def full_range(spec: QuantSpec) -> float:
-    """Return the code value that the largest weight of a group is mapped to by absmax scaling.
-
-    Half the width of the code book, so that both ends are used alike; for symmetric integers this is the
-    convention of compressed-tensors (7.5 at 4 bits).
-    """
+    """Return the code value for a group's largest weight: half the book's width, compressed-tensors' 7.5 at 4 bits."""
     return 1.0 if spec.code == "lut" else (2**spec.bits - 1) / 2
 
 
@@ -77,8 +73,7 @@ def _count_below(x: Tensor, midpoints: Tensor) -> Tensor:
 def nearest(x: Tensor, values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     """Return the nearest code value of every entry of x, and its uint8 index; the same codes as `encode`.
 
-    Uses only operations that compile on every device, which a search does not on XLA: even code books round, tables
-    are compared with their midpoints one by one.
+    Compiles on every device, as a search does not on XLA: even books round, tables are compared midpoint by midpoint.
     """
     if spec.code == "lut":
         codes = _count_below(x, (values[1:] + values[:-1]) / 2)
@@ -92,8 +87,7 @@ def nearest(x: Tensor, values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]
 def decode(codes: Tensor, values: Tensor) -> Tensor:
     """Return the code values of uint8 indices; differentiable in the values.
 
-    On XLA a short book is selected from: a TPU does fifteen selections of whole vectors in one pass over the codes,
-    where an index is a turn for every weight.
+    On XLA a short book is selected from: fifteen selections are one pass, where an index is a turn for every weight.
     """
     if len(values) > FEW + 1 or not is_xla_device(values):
         return values[codes.long()]

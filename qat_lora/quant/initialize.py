@@ -143,10 +143,7 @@ def quantize_weight(
 def refine(
     weight_RI: Tensor, spec: QuantSpec, start: QuantizedWeight, curvature: Curvature, rounds: int = ROUNDS
 ) -> QuantizedWeight:
-    """Return a start after rounds of refitted scales and coordinate descent; the output error never rises.
-
-    Low-rank scales stay as they are: the least-squares problem of a row is no longer small.
-    """
+    """Return a start after rounds of refitted scales (not low-rank ones) and descent; the output error never rises."""
     weight, moment, now = weight_RI.float(), curvature.narrow_LII, start
     grid = now.grid(spec, torch.float32)
     slope = slope_of(weight, grid.dense(now.codes_OI), moment)

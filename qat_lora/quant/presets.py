@@ -1,8 +1,7 @@
 """The one table of presets, `presets.yaml`, and how a user changes one.
 
 A `Preset` gives each linear layer of a model its spec by the first rule whose pattern is found in the layer's name.
-Peers keep such tables in nine places under names with different meanings; here a name that is not in `PRESETS` is
-refused with the list.
+Peers keep such tables in nine places under names of different meanings; here an unknown name is refused.
 
 A user changes a preset by pattern: `keep` leaves layers as they are, `override` gives them another preset's spec.
 Both become rules in front of the preset's own, so that the preset in a checkpoint's config.json describes it fully.

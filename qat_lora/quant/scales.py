@@ -122,10 +122,7 @@ def grouped(weight_OI: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def absmax_scale(weight_OI: Tensor, spec: QuantSpec) -> Tensor:
-    """Return the scale [rows, G] that lets the largest weight of each group reach the end of the code book.
-
-    A signed one lets it reach the longer end, and everything else of its sign.
-    """
+    """Return the scale [rows, G] that takes a group's largest weight to the book's end, the longer one if signed."""
     members = grouped(weight_OI, spec)
     if spec.signed:
         return away_from_zero(_largest(members) / code_values(spec)[0])
@@ -133,20 +130,14 @@ def absmax_scale(weight_OI: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def importance_cost(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | None = None) -> Cost:
-    """Return the cost of errors [rows, G, members] as [rows, G]: their squares, times each column's mean square input.
-
-    Of the weight only shape and type count.
-    """
+    """Return the cost [rows, G] of errors: squares times mean square inputs; the weight gives only shape and type."""
     ones = torch.ones_like(weight_OI)
     importance = grouped(ones if importance_I is None else ones * importance_I.to(weight_OI), spec)
     return Cost(lambda error, importance: (error.square() * importance).sum(-1), importance)
 
 
 def output_cost(weight_OI: Tensor, spec: QuantSpec, second_moment_II: Tensor) -> Cost:
-    """Return the cost of errors as the effect of each group alone on the output: e H_gg eᵀ.
-
-    One scale for the whole matrix makes no groups; then it is the cost by importance.
-    """
+    """Return what each group's errors alone do to the output, e H_gg eᵀ; with one scale for all, `importance_cost`."""
     if spec.sharing == "tensor":
         return importance_cost(weight_OI, spec, second_moment_II.diagonal())
     size = spec.group_size or weight_OI.shape[1]
@@ -170,10 +161,7 @@ def clip_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost) -> Tensor:
 
 
 def range_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> tuple[Tensor, Tensor]:
-    """Return float16-exact scales and integer zero points, both [rows, G], of asymmetric codes.
-
-    The clipped range that costs least is taken; without a cost the range contains every weight.
-    """
+    """Return float16-exact scales and integer zero points [rows, G] of the cheapest range; without a cost, the full."""
     values, members = code_values(spec).to(weight_OI), grouped(weight_OI, spec)
     low, high, most = members.amin(-1).clamp_max(0), members.amax(-1).clamp_min(0), len(values) - 1
 
@@ -229,10 +217,7 @@ def _largest(members: Tensor, keepdim: bool = False) -> Tensor:
 
 
 def _minimum_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> Tensors:
-    """Return scales and minima [rows, G], not below zero, of the clipped ranges that cost least.
-
-    Each is fitted to the codes that the range gives, by least squares.
-    """
+    """Return scales and minima >= 0 [rows, G] of the cheapest clipped ranges, by least squares for their codes."""
     values, members = code_values(spec).to(weight_OI), grouped(weight_OI, spec)
     low, high = members.amin(-1).clamp_max(0), members.amax(-1)
 

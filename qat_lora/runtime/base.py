@@ -1,9 +1,8 @@
 """What a device, or many of them, must be able to do: the only seam between the training loop and hardware.
 
 Methods are named by meaning, not by mechanism, so that one process, a process group, PyTorch/XLA with a process per
-chip and SPMD can all implement them. Only `mark_step` and `step_end` may synchronise with the device: everything
-between them is queued, which is what keeps an XLA graph whole and a GPU busy. A method with a body is the same on
-most devices.
+chip and SPMD can all implement them. Only `mark_step` and `step_end` may synchronise with the device: all between them
+is queued, which keeps an XLA graph whole and a GPU busy. A method with a body is the same on most devices.
 """
 
 from __future__ import annotations
@@ -161,10 +160,7 @@ class Runtime(Protocol):
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: str | Path) -> None:
-    """Write a safetensors file that appears whole or not at all, and stays after a power cut.
-
-    It says `format: pt`, without which transformers refuses it. A tensor under two names is written twice.
-    """
+    """Write a safetensors file, durably, whole or not at all, with transformers' `format: pt`; tied tensors twice."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as draft:

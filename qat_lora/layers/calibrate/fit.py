@@ -11,8 +11,7 @@ whole, `descent` goes on in both metrics (`refine_rows`). Towards W - B A codes 
 for those that are; so only B is held. What its columns span then costs nothing, and G becomes
 G - G B (Bᵀ G B)⁻¹ Bᵀ G.
 
-Sources: QERA (arXiv 2410.06040), EoRA (arXiv 2410.21271); alternation, LoftQ (arXiv 2310.08659) and CALDERA
-(arXiv 2405.18886).
+Sources: QERA (arXiv 2410.06040), EoRA (2410.21271); alternation, LoftQ (2310.08659) and CALDERA (2405.18886).
 """
 
 from __future__ import annotations
@@ -144,8 +143,7 @@ class Metric(NamedTuple):
 def _leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the largest singular values with their vectors, as columns.
 
-    A matrix much larger than the rank takes subspace iteration from a fixed start: it misses little of the last
-    columns where values are close together, and nothing where they are not.
+    A matrix much larger than the rank takes subspace iteration from a fixed start, which errs a little on close values.
     """
     width = rank + OVERSAMPLED
     if 4 * width >= min(matrix.shape):

@@ -119,8 +119,7 @@ def second_moments(
 
     Layers with the same input tensor share one matrix, unless tokens count differently for each, by their `costs`.
     Experts that fewer than `FEWEST_TOKENS` reach have none. `forward` runs the model on one batch; where the LM head is
-    among the names, it returns the last hidden states, which are the LM head's input (running the LM head would cost
-    the logits of a whole batch).
+    named, it returns the last hidden states, the LM head's input, and spares the logits of a whole batch.
     """
     sums: dict[str, Tensor] = {}
     mass: dict[str, Tensor | float] = {}
@@ -242,10 +241,7 @@ class LayerFitter:
         return found
 
     def put(self, block: str, found: Mapping[str, Finished]) -> dict[str, Factors]:
-        """Put finished layers into the model; return their adapter starts as they are stored, float16.
-
-        Where work is kept, both become views of its files: own memory does not grow with the number of blocks.
-        """
+        """Put finished layers into the model; return their float16 starts. Where work is kept, both are views of it."""
         starts = {name: of.factors and Factors(*(factor.half() for factor in of.factors)) for name, of in found.items()}
         halves = {f"{name}.{part}": half for name, of in starts.items() if of for part, half in of._asdict().items()}
         if self.work.take(f"start-{block}") is None:

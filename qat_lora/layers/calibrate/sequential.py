@@ -12,8 +12,7 @@ our saturated teacher it won nothing, and W* a sixth of the KL. One block at a t
 
 A block needs more than hidden states: masks, positions, rotary embeddings. These are recorded while the model runs
 (`capture_calls`, also for `train.blockwise`), so nothing here knows how a model makes them. They do not depend on what
-the blocks compute, so from the second batch on the blocks hand on what they get: recording costs no products and reads
-no block's weights.
+the blocks compute, so from the second batch on blocks hand on what they get, and recording reads no weights.
 
 Source: GPTAQ (arXiv 2504.02692) for asymmetric calibration; the target W* is its least-squares form.
 """
@@ -141,10 +140,7 @@ class _Block:
         self.fitter.linear(name).weight = nn.Parameter(corrected, requires_grad=False)
 
     def _stages(self, states: Tensor) -> list[list[str]]:
-        """Return the layers in the order in which they run, those with the same input together.
-
-        So are the gates and ups of all experts of a mixture, and their downs: two stages for any number of experts.
-        """
+        """Return layers in running order, those of one input together: a mixture's gates and ups, then its downs."""
         order: list[tuple[str, Tensor]] = []
         with contextlib.ExitStack() as hooks:
             for path in self.paths:
@@ -165,8 +161,7 @@ class _Block:
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Return E[y yᵀ] and E[x yᵀ] of the inputs of one stage's layers, by name: costs weigh tokens for each.
 
-        An expert gets the same tokens in both, those that the reference sends it; without `FEWEST_TOKENS` of them it
-        is left out.
+        In both an expert gets the tokens that the reference sends it; with fewer than `FEWEST_TOKENS` it is left out.
         """
         costs, sums, reached = self.fitter.costs, dict[str, list[Tensor]](), dict[str, int]()
         for i, call in enumerate(self.calls):

@@ -89,10 +89,7 @@ def lm_head_logits(hidden_CH: Tensor, lm_head: LMHead, wide: torch.dtype) -> Ten
 def full_logits(
     product_CV: Tensor, lm_head: LMHead, wide: torch.dtype, with_slope: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the same from the products h Wᵀ, which may be overwritten, and on request the slope 1 - tanh² of a cap c.
-
-    Rows beyond the vocabulary get -inf.
-    """
+    """Return the same from h Wᵀ (may be overwritten), -inf beyond the vocabulary; if asked, a cap's slope 1 - tanh²."""
     logits_CV, slope_CV = finish_logits(product_CV, lm_head.bias_V, lm_head, wide, with_slope)
     if (rows := product_CV.shape[1]) > lm_head.vocab_size:
         beyond_V = torch.arange(rows, dtype=torch.int32, device=product_CV.device) >= lm_head.vocab_size

@@ -116,10 +116,7 @@ def large_tensors_apart() -> Iterator[None]:
 
 
 def fast_dtype(device: torch.device, cpuinfo: Path = CPUINFO) -> torch.dtype:
-    """Return bfloat16 where the hardware multiplies it faster than float32, else float32.
-
-    Accelerators all do, a CPU where it has dot-product instructions for it, which can be seen in /proc.
-    """
+    """Return bfloat16 where hardware multiplies it faster (accelerators, CPUs with the instructions), else float32."""
     if device.type != "cpu":
         return torch.bfloat16
     try:

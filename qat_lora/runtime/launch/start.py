@@ -178,10 +178,7 @@ class Board(NamedTuple):
 
 
 def attend(board: Board, rank: int, work: Callable[[], Any]) -> None:
-    """Run a worker's work; note how it ended, and end the process at once if it failed.
-
-    Not by an exception through the process group's clean-up, which may itself wait for the others for ever.
-    """
+    """Run a worker's work, note its end, and end the process at once if it failed: a group's clean-up may never end."""
     tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a process that ends at once leaves
     threading.Thread(target=_watch_others, args=(board, rank), name="qat-lora-watch", daemon=True).start()
     try:
