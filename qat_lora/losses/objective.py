@@ -157,10 +157,10 @@ def objective_loss(
 ) -> LossSum:
     """Return the objective of a micro-batch, added up over the positions that its `target_mask` keeps.
 
-    Shifted here, once: position p of a row has seen tokens 0..p and is scored on token p+1. Where a batch has `weights`
-    of positions, sums are Σ w · loss, and the count Σ w. The argument `weights` is for the terms of this step, numbers
-    or `weight_tensors`; by default those at the start. `anchor` is not for this batch and left out; `teacher_lm_head`
-    is for the estimator `full`.
+    Shifted here, once: position p of a row has seen tokens 0..p and is scored on token p+1. Where a batch has
+    `weights`, sums are Σ w · loss, and the count Σ w. The argument `weights` is for the terms of this step, numbers or
+    `weight_tensors`; by default those at the start. `anchor`, not for this batch, is left out; `teacher_lm_head` is for
+    `full`.
 
     CacheError: the batch lacks the temperature, or an array that a term needs; names the build flag.
     """

@@ -240,8 +240,7 @@ def _minimum_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> Ten
 def _cheapest(at: Callable[..., tuple[Tensors, Tensor]], given: Tensors, cost: Cost, signed: bool = False) -> Tensors:
     """Return group by group the numbers [rows, G], among those of `CLIP_GRID` clips, whose errors cost least.
 
-    `at` gives the numbers and errors of a clip, of 1 before all others, from what it is `given`; `signed` tries clips
-    of both signs.
+    `at` gives the numbers and errors of a clip, 1 being the first, from what it is `given`; `signed` tries both signs.
     """
 
     def cheaper(_: object, carry: Tensors, slices: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:

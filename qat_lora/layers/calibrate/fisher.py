@@ -8,12 +8,11 @@ each matrix counts a token by the size of the other: H by its g², G by its x²,
 over its mean: with |g|² the few outputs that matter most would decide, whose errors two-sided rounding makes small.
 One backward pass over the calibration rows gives both; the labels of the text are not used.
 
-Memory that would grow with the model is bounded: decoder blocks recompute their activations in the backward pass, G
-may be on disk (`zeros_in`), and logits are computed for a few positions at a time. G takes several times the room of a
-bfloat16 model, and every batch adds to every layer's matrix; mapped files let the system write pages out when memory is
-short. A file is unlinked as soon as it is mapped, so a run leaves nothing behind however it ends, except the one file
-that a killed run was just making; the next run in the folder removes it. Block-wise training keeps its rows' hidden
-states there as well.
+Memory that would grow with the model is bounded: decoder blocks recompute their activations in the backward pass, G may
+be on disk (`zeros_in`), and logits are computed for a few positions at a time. G takes several times the room of a
+bfloat16 model, and every batch adds to every layer's matrix; files let the system write pages out when memory is short.
+A file is unlinked as soon as it is mapped, so a run leaves nothing behind however it ends, except the one file that a
+killed run was just making; the next run in the folder removes it. Block-wise training keeps hidden states there too.
 
 Sources: K-FAC (arXiv 1503.05671); Fisher weights in rounding, GuidedQuant (arXiv 2505.07004); each factor weighted by
 the other, the nearest Kronecker product of YAQA (arXiv 2505.22988).

@@ -2,9 +2,8 @@
 
 A bfloat16 checkpoint that is loaded in float32 takes twice its size in memory. Loaded as it is, its tensors are views
 of the file, which the system reads on use and may drop again. Calibration keeps them so, and every layer upcasts its
-own weight for its product: one layer's float32 weight is in memory at a time, also in the backward pass, which upcasts
-it again instead of keeping it. Every bfloat16 number is a float32 number, so results equal those of the whole model in
-float32, bit for bit.
+own weight for its product: one float32 weight is in memory at a time, also in the backward pass, which upcasts it
+again. Every bfloat16 number is a float32 number, so no bit differs from the float32 model's.
 """
 
 from typing import Any

@@ -57,8 +57,7 @@ def fused_linear_kd(
     targets may hold anything; a float mask weighs positions instead, in sums and count. `chunk_tokens` positions are
     projected at once, by default as many as fit `chunk_bytes` of float32 logits, two to three times which exist at the
     peak (other walks hold as many once, in the dtype of the products). `walk` is `Runtime.loss_walk`; what it does not
-    serve goes by positions. The positions are of `rows` rows of text, equal in length; on XLA a chunk takes its part of
-    each.
+    serve goes by positions. The positions are of `rows` rows of text, equally long; on XLA a chunk takes part of each.
 
     ValueError: no terms, or shapes that do not fit each other.
     DeviceError: the kernel is asked for where it cannot run.

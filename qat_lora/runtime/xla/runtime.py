@@ -300,8 +300,7 @@ class XlaRuntime(Runtime):
 
         The values are read by a thread, after the next sync. A copy on the device would be one more graph; so a
         deferred tensor must not be changed in place afterwards (`total = total + loss`, not `total += loss`), which is
-        checked. One that is deferred in some steps only should be alive at the sync of all of them, or those steps are
-        another graph.
+        checked. One that only some steps defer should be alive at the sync of all, or those steps are another graph.
         """
         assert self._reader is not None, "defer is called inside launch"
         submit, versions = self._reader.submit, [t._version for t in tensors]

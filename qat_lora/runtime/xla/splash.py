@@ -8,11 +8,9 @@ as they are, and the log-sums go from one to the other. jax only lowers them, on
 kernel in the graph is the chip's.
 
 Documents are contiguous, so a mask says all by the first position that each one sees: the one that sees itself alone
-begins a document, with a sliding window too. Under SPMD a kernel cannot be partitioned by the compiler, so each chip
-is given its rows.
+begins a document, also with a window. Under SPMD the compiler cannot split a kernel, so each chip is given its rows.
 
-Sources: jax 0.7.1 (which torch_xla 2.9 pins), jax/experimental/pallas/ops/tpu/splash_attention; FlashAttention-2 (Dao,
-2023).
+Sources: jax 0.7.1 (pinned by torch_xla 2.9), experimental/pallas/ops/tpu/splash_attention; FlashAttention-2 (2023).
 """
 
 import functools
