@@ -17,7 +17,8 @@ Gradients through the rounding are conventions; ParetoQ found these best at each
 The forward is code value times scale, in `QuantLinear`'s order: trained weights and their saved codes agree to the last
 bit, which w + (ŵ - w).detach() would not. LSQ's factor on the scale's gradient is left out: AdamW cancels it.
 
-Sources: LR-QAT (arXiv 2406.06385); LSQ (arXiv 1902.08153); LSQ+ (arXiv 2004.09576); ParetoQ (arXiv 2502.02631).
+Sources: LR-QAT (arXiv 2406.06385) for the low-rank form; LSQ (arXiv 1902.08153); ParetoQ (arXiv 2502.02631); LSQ+
+(arXiv 2004.09576) for learned ranges.
 """
 
 import math
