@@ -26,7 +26,7 @@ import torch
 
 from qat_lora.data.sources import TextConfig
 from qat_lora.evaluate.score import measure
-from qat_lora.export.engines import FORMATS, adapter_bytes, layer_bytes, other_bytes
+from qat_lora.export.forms import FORMATS, adapter_bytes, layer_bytes, other_bytes
 from qat_lora.layers.convert import LM_HEAD, add_lora, check_reach
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import allocated_ranks, load_starts

@@ -36,7 +36,7 @@ from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.layout import VALUE_DTYPES
 from qat_lora.cache.format.records import Fingerprint
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.tools.pack import pack_cache
+from qat_lora.cache.tools.transport import pack_cache
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, open_documents
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, make_qwen3

@@ -30,7 +30,7 @@ _HOMES = dict.fromkeys(
     "QuantSpec": "qat_lora.quant.spec",
     "fused_linear_kd": "qat_lora.losses.fused.op",
     "is_xla_device": "qat_lora.runtime.xla.runtime",
-    "kd_soft_ce": "qat_lora.losses.full_vocab",
+    "kd_soft_ce": "qat_lora.losses.estimators",
     "notebook_launch": "qat_lora.runtime.launch.start",
     "xla_mark_step": "qat_lora.runtime.xla.runtime",
 }

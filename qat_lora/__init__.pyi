@@ -9,7 +9,7 @@ from qat_lora.api import (
     train_recovery_lora,
 )
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.losses.full_vocab import kd_soft_ce
+from qat_lora.losses.estimators import kd_soft_ce
 from qat_lora.losses.fused.op import fused_linear_kd
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.launch.start import notebook_launch

@@ -402,7 +402,7 @@ class EstimateOptions:
     batch_size: int = _at_least_1(4, "rows of a micro-batch on one replica", unit="rows", common=True)
     accumulation_steps: int = _at_least_1(1, "micro-batches of an optimizer step", unit="micro-batches")
     gradient_checkpointing: bool = option(False, "layers are computed again in the backward pass")
-    loss_chunk_mb: int | None = _at_least_1(None, HELP["estimate.loss_chunk_mb"], unit="MiB")
+    loss_chunk_mb: int | None = _at_least_1(None, HELP["loss_chunk_mb"], unit="MiB")
     max_steps: int = _at_least_1(1000, "optimizer steps, for time and cost", unit="steps")
     devices: tuple[str, ...] = common((), HELP["devices"], alias="for")
     utilisation: float = option(0.6, HELP["utilisation"], unit="share", above=0, max=1)

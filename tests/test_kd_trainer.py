@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from toy_paths import clean_environment
 
 import qat_lora
-from qat_lora.cache.tools.pack import export_parquet
+from qat_lora.cache.tools.transport import export_parquet
 
 ROOT = Path(__file__).resolve().parents[1]
 

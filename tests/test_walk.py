@@ -101,7 +101,7 @@ HOW: tuple[tuple[str, Run | Not | Installs], ...] = (
     (r"^make tpu-compiler engines", Not("compiles llama.cpp; what `make test-full` finds with both is committed")),
     (r"--target-size 232MB", Not("a real model's size; test_setup_allocation.py asks for a small one's")),
     (r"model-Q2_K.gguf", Not("needs a GGUF file; tests/models/test_models_from_gguf.py makes small ones")),
-    (r"^qat-lora cache pu(sh|ll) ", Not("needs the Hub; tests/export/test_export_hub_cache.py has one")),
+    (r"^qat-lora cache pu(sh|ll) ", Not("needs the Hub; tests/export/test_export_hub.py has one")),
     (r"--teacher-url|FILE.gguf --tokenizer", Not("needs a server; benchmarks/served_teacher.py has one")),
     (r"^make (wheel|test-lowest)", Not("minutes and gigabytes; for whoever releases")),
     (r"^make VENV", Not("`make test` with an environment that is there")),

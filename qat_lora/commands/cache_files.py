@@ -73,7 +73,7 @@ def export_cache(path: str, parquet: bool, out: str, split: str, quiet: bool, as
     if not parquet:
         raise click.UsageError("no form given: give --parquet", click.get_current_context())
     from qat_lora.cache.storage.store import read_manifest
-    from qat_lora.cache.tools.pack import export_parquet
+    from qat_lora.cache.tools.transport import export_parquet
 
     total = sum(shard.bytes for shard in read_manifest(path).shards(split))
     with _byte_bar("export", total, quiet) as bar:
@@ -89,7 +89,7 @@ def _transport(words: str, source: str) -> click.Command:
     @click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
     @click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
     def transport(source: str, out: str, quiet: bool, as_json: bool) -> None:
-        from qat_lora.cache.tools.pack import pack_cache, unpack_cache
+        from qat_lora.cache.tools.transport import pack_cache, unpack_cache
 
         work = {"pack": pack_cache, "unpack": unpack_cache}[words]
         with _byte_bar(words, None, quiet or as_json) as bar:
@@ -118,8 +118,7 @@ def push(
 ) -> None:
     """Check a cache and send it."""
     from qat_lora.cache.storage.store import read_manifest
-    from qat_lora.export.hub import check_repo
-    from qat_lora.export.hub_cache import check_cache, push_cache
+    from qat_lora.export.hub import check_cache, check_repo, push_cache
 
     check_repo(repo)
     total = sum(shard.bytes for shard in read_manifest(path).all_shards)
@@ -139,8 +138,7 @@ def push(
 @click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
 def pull(repo: str, out: str, revision: str | None, quiet: bool, as_json: bool) -> None:
     """Fetch a cache and verify it."""
-    from qat_lora.export.hub import check_repo
-    from qat_lora.export.hub_cache import pull_cache
+    from qat_lora.export.hub import check_repo, pull_cache
 
     check_repo(repo)
     with _byte_bar("verify", None, quiet) as bar:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qat_lora.config import common, option
+from qat_lora.config import HELP, common, option
 from qat_lora.data.file_rows import ROW_SUFFIXES, Row, as_row, file_rows, lines_of, open_text, reading, well_formed
 from qat_lora.data.layouts import CHATS, Format, articles, layout_of, starts_with_title, text_of
 from qat_lora.data.remote_text import fetched
@@ -64,23 +64,16 @@ class Document(NamedTuple):
 class TextConfig:
     """What text to read."""
 
-    dataset: str | None = common(
-        None, "text: file, folder, URL (gs://, s3://, hf://) or name of a Hugging Face dataset"
-    )
+    dataset: str | None = common(None, HELP["dataset"])
     dataset_config: str | None = option(None, "configuration of the Hugging Face dataset, e.g. wikitext-103-raw-v1")
     dataset_revision: str | None = option(None, "branch, tag or commit of the Hugging Face dataset")
     split: str = option("train", "split of the Hugging Face dataset; files have none")
     text_field: str = option("text", "field of a row that holds its text")
-    format: Format = option(
-        "auto", "layout: text, wikitext (lines joined to articles) or a chat layout; auto looks at the first document"
-    )
+    format: Format = option("auto", HELP["format"])
     glob: tuple[str, ...] = option(
-        ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.jsonl", "**/*.parquet"),
-        "which files of a folder, as patterns with commas between; hidden files are left out",
+        ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.jsonl", "**/*.parquet"), HELP["glob"]
     )
-    files_from: str | None = option(
-        None, "text file that lists the files to read, relative to the dataset folder, one a line, instead of glob"
-    )
+    files_from: str | None = option(None, HELP["files_from"])
     streaming: bool = option(False, "read the Hugging Face dataset over the network instead of storing it first")
 
 

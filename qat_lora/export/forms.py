@@ -1,22 +1,37 @@
-"""The forms that a student can be exported in: what the module of each is given, and what it returns.
+"""The forms that a student can be exported in, the formats that one engine reads without rounding, and their bytes.
 
 A form is added with a module that has a `plan`, an entry in `FORMS`, its name in the `--form` option, and the Python
-that loads it in `usage/`, once more where an adapter is beside it.
-The table names modules as text, since two of them need a package of the extra `export`.
+that loads it in `usage/`, once more where an adapter is beside it. The table names modules as text, since two of them
+need a package of the extra `export`.
+
+A target size is meant of what the engine gets, not of our own folder: llama.cpp and MLX keep an embedding on a 4-bit
+grid, MLX adds a bias to every step, compressed-tensors writes the LM head dense. Counted are the tensors of base and
+adapter, as `qat-lora inspect` does; names, headers (tens of kB) and the tokenizer come on top. Formats are presets that
+an export holds exactly, with blocks that divide a layer's rows.
 """
 
 import importlib
+import math
 import os
 from collections.abc import Callable, Mapping
+from collections.abc import Container as Names
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from qat_lora.export.integers import Container
+from qat_lora.errors import ConfigError
+from qat_lora.export.ggml_blocks import BLOCK, SUPER
+from qat_lora.export.gguf_model import own_tensors
+from qat_lora.export.integers import Container, dense_tables
 from qat_lora.extras import require
+from qat_lora.layers.convert import block_of
+from qat_lora.models.load import CausalLM
 from qat_lora.models.student import Student
+from qat_lora.quant.allocate import Engine
+from qat_lora.quant.presets import PRESETS
+from qat_lora.quant.spec import QuantSpec
 
 
 @dataclass(frozen=True)
@@ -84,3 +99,54 @@ FORMS = {
     "mlx": Form("mlx", "mlx", dtype="float16"),
     "pt": Form("plain:plan_state", "pytorch"),
 }
+
+
+FORMATS: dict[Engine, tuple[str, ...]] = {
+    "any": ("q2_0", "q2_k", "w3g128", "q3_k", "w4g128", "q4_0", "q6_k", "q8_0"),
+    "llama.cpp": ("q2_0", "q2_k", "q3_k", "q4_0", "q4_k", "q6_k", "q8_0"),
+    "mlx": ("q2_0", "w3g128", "q3g64", "w4g128", "q4_0", "q8_0"),
+    "vllm": ("q2_0", "w4g128", "q4_0", "q8_0"),  # without 3 bits, whose layout differs by version
+}
+
+
+def formats(engine: Engine, name: str, module: Any) -> list[QuantSpec]:
+    """Return the formats of an engine whose blocks divide a layer's rows; ConfigError where none does."""
+    columns = module.get_submodule(name).in_features
+    specs = [spec for preset in FORMATS[engine] if (spec := PRESETS[preset].rules[0][1]) is not None]
+    found = [spec for spec in specs if columns % (SUPER if spec.step_bits else spec.group_size or 1) == 0]
+    if not found:
+        raise ConfigError(f"engine: no block of {engine} divides the {columns} inputs of {name}; give --keep {name}")
+    return found
+
+
+def layer_bytes(engine: Engine, spec: QuantSpec, rows: int, columns: int) -> int:
+    """Return the bytes of a weight [O, I] in one of the engine's `formats`, without its layer's bias."""
+    beside = {"mlx": 2 * rows * spec.groups(columns), "vllm": 16}  # biases of groups; the weight's shape
+    return spec.stored_bits(rows, columns) // 8 + beside.get(engine, 0)
+
+
+def adapter_bytes(engine: Engine, rows: int, columns: int, rank: int) -> int:
+    """Return the bytes of the factors of a rank on a weight [O, I]: float16, and Q8_0 where llama.cpp's blocks fit."""
+    in_blocks = [engine == "llama.cpp" and width % BLOCK == 0 for width in (columns, rank)]
+    return sum(rank * n * 34 // 32 if q8 else 2 * rank * n for q8, n in zip(in_blocks, (columns, rows), strict=True))
+
+
+def other_bytes(engine: Engine, module: Any, quantised: Names[str], itemsize: int) -> int:
+    """Return the bytes of all tensors but the weights of `quantised` layers, in exports with their default settings.
+
+    Tied tensors count once; `itemsize`: bytes of a number in the files of the full-precision `module`.
+    """
+    of_codes = {id(part.weight) for name, part in module.named_modules() if name in quantised}
+    tables = {id(table.weight) for table in dense_tables(module).values()}
+    total = 0
+    for name, parameter in module.named_parameters():
+        vector, is_table, size = parameter.ndim == 1, id(parameter) in tables, float(itemsize)
+        if engine == "llama.cpp":
+            size = 4.5 / 8 if is_table else 4 if vector else size
+        elif engine == "mlx":
+            bits = 4.5 if parameter.shape[-1] % 64 == 0 else 5
+            size = bits / 8 if is_table else 4 if vector and block_of(name) is None else 2
+        total += 0 if id(parameter) in of_codes else math.ceil(parameter.numel() * size)
+    if engine == "llama.cpp" and module.device.type != "meta":  # shapes alone lack the factors of scaled positions
+        total += sum(tensor.nbytes for _, tensor in own_tensors(CausalLM(module, Path())))
+    return total

@@ -4,18 +4,21 @@ Documents are contiguous and all attention is causal, so one number a token says
 `first` position to its own. A mask of L x L, 4 GB for a row of 32,768, is never made. Transformers' models pass the
 numbers on unread, since they have the four dimensions of a mask that is made already: int32 [B, 1, 1, L].
 
-torch's fused attention for CPUs keeps no scores either, but it wants that mask, with which it also multiplies the
-blocked half of the scores, and keys and values repeated for every query head. Here a tile of queries, for all query
-heads of one key head together, meets the keys up to its own end (from the begin of its window) in one product; the
-backward pass rebuilds the tile's probabilities from the stored log-sum. Scores are multiplied and kept in float32
-whatever the model computes in: products that round them to bfloat16 are slightly faster, and five times as far from
-exact.
+torch's fused attention for CPUs wants that mask, with which it also multiplies the blocked half of the scores, and keys
+and values repeated for every query head. Here a tile of queries, for all query heads of one key head together, meets
+the keys up to its own end (from the begin of its window) in one product; the backward pass rebuilds the tile's
+probabilities from the stored log-sum. Scores are multiplied and kept in float32 whatever the model computes in:
+products that round them to bfloat16 are slightly faster, and five times as far from exact. At 1,024 tokens (16 query
+and 8 key heads of 128, one core) this takes 1.4 to 1.6 times less time than torch's. Under PyTorch/XLA small tiles
+would make a long graph, and writes in place copies (`blocked_attention`).
 
-At 1,024 tokens (16 query and 8 key heads of 128, one core) this takes 1.4 to 1.6 times less time than torch's masked
-attention; a cache build runs at 1.09 of the teacher's bare forward instead of 0.90, where its bar is 0.93. Under
-PyTorch/XLA small tiles would make a long graph, and writes in place copies (`blocked_attention`).
+Devices with a compiler of their own kernels (CUDA) take FlexAttention, as a mask in memory rules out torch's flash
+kernels. Its *block mask* says which tiles of 128 x 128 scores hold anything, which of these are whole, and a rule for
+the others, compiled into the kernel: documents, windows and causality become tiles that are never visited. One serves
+all layers of a micro-batch, and another batch is no other program. Variable-length flash attention wants packed rows of
+unknown number, whose counts a host would have to read. Uncompiled, `flex_attention` computes all scores: for tests.
 
-Source: FlashAttention-2 (Dao, 2023), Algorithms 1 and 2, without its tiles of keys.
+Sources: FlashAttention-2 (Dao, 2023), Algorithms 1 and 2, without its tiles of keys; FlexAttention (arXiv 2412.05496).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 TILE = 64  # queries of a tile: smaller ones repack the keys more often, larger ones compute more that the mask blocks
 
@@ -149,10 +153,7 @@ def blocked_attention(
     keep: Keep,
     kernel: AttentionKernel | None = None,
 ) -> Tensor:
-    """Return what `tiled_attention` does, for a compiler that fuses: no writes in place, few and large blocks.
-
-    Where the device has a kernel that fits, that computes it instead.
-    """
+    """Return what `tiled_attention` does in few, large blocks without writes in place, or by a kernel that fits."""
     fits = kernel is not None and key_BGLD.shape == value_BGLE.shape and kernel.fits(query_BHLD, key_BGLD)
     chosen = kernel if kernel is not None and fits else _Blocks()
     settings = (scale, window)
@@ -261,10 +262,7 @@ class _TiledAttention(torch.autograd.Function):
 
 
 def _tiles(length: int, window: int | None) -> list[tuple[slice, slice]]:
-    """Return each tile's queries and the keys that one of them may see.
-
-    Documents shorten no tile: then the last bit of a row would depend on the others in its batch.
-    """
+    """Return each tile's queries and keys; documents shorten none: a row's last bit would depend on its batch."""
     before = length if window is None else window - 1
     return [(rows, slice(max(0, rows.start - before), rows.stop)) for rows in _slices(length, TILE)]
 
@@ -287,3 +285,44 @@ def _scores(query_NRLD: Tensor, wide_NLD: Tensor, first_BL: Tensor, scale: float
     score = score_NME.view(len(first_BL), -1, heads, *mask_BCE.shape[1:])
     score.add_(mask_BCE[:, None, None])  # for all heads: adding takes half the time of filling
     return score.view(count, heads, *mask_BCE.shape[1:])
+
+
+MASK_TILE = 128  # tokens on either side of a tile; rows of other lengths than multiples have no block mask
+
+
+def document_block_mask(first_BL: Tensor) -> BlockMask:
+    """Return packed rows' block mask, reading nothing back; L is a multiple of `MASK_TILE`, `first` never falls."""
+    length = first_BL.shape[1]
+    tile = torch.arange(length // MASK_TILE, device=first_BL.device)
+    begin_BQ, end_BQ = first_BL[:, ::MASK_TILE] // MASK_TILE, first_BL[:, MASK_TILE - 1 :: MASK_TILE]
+    seen_BQK = (tile >= begin_BQ[:, :, None]) & (tile <= tile[:, None])
+    whole_BQK = (tile * MASK_TILE >= end_BQ[:, :, None]) & (tile < tile[:, None])
+
+    def rule(row: Tensor, _of_head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (key >= first_BL[row, query])
+
+    partial, whole = (seen_BQK & ~whole_BQK)[:, None], whole_BQK[:, None]
+    return BlockMask.from_kv_blocks(
+        *_listed(partial), *_listed(whole), BLOCK_SIZE=MASK_TILE, mask_mod=rule, seq_lengths=(length, length)
+    )
+
+
+def _listed(tiles_B1QK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many tiles each row of tiles has, and the numbers of these first."""
+    marks = tiles_B1QK.to(torch.int32)
+    return marks.sum(-1, dtype=torch.int32), marks.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+
+
+def flex_or(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an attention function for transformers: FlexAttention for a block mask, else `otherwise`."""
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **others: Any) -> Any:
+        if not isinstance(attention_mask, BlockMask) or others.get("dropout"):
+            return otherwise(module, query, key, value, attention_mask, **others)
+        shared = query.shape[1] != key.shape[1]
+        output: Any = flex_attention(
+            query, key, value, block_mask=attention_mask, scale=others.get("scaling"), enable_gqa=shared
+        )
+        return output.transpose(1, 2), None
+
+    return attend

@@ -112,10 +112,7 @@ def _kept_by(preset: Preset, name: str) -> str | None:
 
 
 def reach_of(model: nn.Module, preset: Preset, targets: Mapping[str, QuantSpec]) -> tuple[float, str]:
-    """Return the share of the blocks' linear and expert weights that `targets` are, and a line that says it.
-
-    Where more than `MOST_LEFT` is left out, the line is a warning that names what, and why.
-    """
+    """Return the share of blocks' weights that `targets` are, and a line; a warning where over `MOST_LEFT` is not."""
     matrices, reasons = _matrices(model), dict[str, list[str]]()
     for name in matrices.keys() - targets.keys():
         kept = _kept_by(preset, name)

@@ -3,11 +3,9 @@
 transformers holds the experts of a layer in two stacked parameters, `gate_up_proj` and `down_proj`, which no code book,
 adapter or hook for linear layers reaches. Here each expert has its own `gate_proj`, `up_proj` and `down_proj`
 (`experts.3.gate_proj`): quantised by what its own tokens are, corrected by its own adapter, exported by its own name.
-The alternative, a quantised form of stacked parameters, would need a second of everything. The price is a loop over
-experts where transformers has one grouped product.
-
-All experts' `gate_proj` and `up_proj` run before the first `down_proj`, so that calibration fits a whole mixture in two
-stages. Routers stay as they are: they are a thousandth of the weights and decide everything that follows.
+A quantised form of stacked parameters would need a second of everything. The price is a loop over experts where
+transformers has one grouped product. All experts' `gate_proj` and `up_proj` run before the first `down_proj`, so that
+calibration fits a mixture in two stages. Routers, a thousandth of the weights, decide everything and stay as they are.
 """
 
 import re
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat_lora.runtime.base import wants_fixed_shapes
+from qat_lora.runtime.xla.runtime import is_xla_device
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names of layers beside `experts` that choose or weigh them: never quantised, never adapted."""
@@ -53,8 +51,8 @@ class Experts(nn.ModuleList):
     def forward(self, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return the weighted sum of what each token's K experts make of it, [T, H]."""
         activation = self.fused[0].act_fn
-        if wants_fixed_shapes(hidden_TH):
-            # Every expert computes every token: E / K times the work, but no shape depends on the data.
+        if is_xla_device(hidden_TH):
+            # Every expert computes every token: E / K times the work, but no shape, and so no program, is the data's.
             result = torch.zeros_like(hidden_TH)
             for number, expert in enumerate(self):
                 weight_T1 = (weights_TK * (index_TK == number)).sum(-1, keepdim=True)

@@ -1,11 +1,11 @@
 """The recovery adapter: a low-rank correction of a linear layer that stays as it is.
 
-y = base(x) + (alpha / r) B A x, with A [R, I] and B [O, R] in float32 whatever the base computes in. Our own module
-rather than PEFT's, because recovery needs three things that PEFT's layers lack: a start from the quantisation error, a
-base of packed codes, and a forward of few operations: layers that read one input (queries, keys and values; gate and
-up) multiply it with their A's in one product (`SharedInput`), scaling is done on the R numbers of a position, and B's
-product is added to the base's output where it stands. In PEFT's form an adapter reads its input seven times a layer
-and its output three times each. Names and files are PEFT's (`models/adapter.py`), so the result loads there.
+y = base(x) + (alpha / r) B A x, with A [R, I] and B [O, R] in float32 whatever the base computes in. Our own module,
+because recovery needs three things that PEFT's layers lack: a start from the quantisation error, a base of packed
+codes, and a forward of few operations: layers that read one input (queries, keys and values; gate and up) multiply it
+with their A's in one product (`SharedInput`), scaling is done on the R numbers of a position, and B's product is added
+to the base's output where it stands. In PEFT's form an adapter reads its input seven times a layer and its output three
+times each. Names and files are PEFT's (`models/adapter.py`), so the result loads there.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qat_lora.config import common, option, settings
+from qat_lora.config import HELP, common, option, settings
 from qat_lora.layers.quant_linear import joined_weight
 from qat_lora.runtime.precision import exact_matmul
 
@@ -25,12 +25,8 @@ from qat_lora.runtime.precision import exact_matmul
 class LoraConfig:
     """Shape of the recovery adapter."""
 
-    recovery_r: int | None = common(
-        None, "rank of the adapter; default: 16, or by layer as --target-size chose", unit="rank", min=1
-    )
-    recovery_alpha: float | None = option(
-        None, "scaling numerator; the adapter counts alpha / rank", unit="default: rank", above=0
-    )
+    recovery_r: int | None = common(None, HELP["recovery_r"], unit="rank", min=1)
+    recovery_alpha: float | None = option(None, HELP["recovery_alpha"], unit="default: rank", above=0)
     lora_targets: str = option("", "regular expression of the linear layers that get an adapter", unit="default: all")
     mlp_only: bool = option(False, "adapters on the MLP layers only")
     dropout: float = option(0.0, "dropout on the adapter's input while training", unit="probability", min=0, below=1)

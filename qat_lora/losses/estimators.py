@@ -71,10 +71,7 @@ def renorm(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Tens
 
 
 def reverse(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Tensor) -> Estimate:
-    """Reverse KL over the K+1 outcomes: Σ_topK p log(p/t) + (1-b) log((1-b)/m); seeks the teacher's modes.
-
-    Infinite where the student has mass and the teacher has none.
-    """
+    """Reverse KL over K+1 outcomes: Σ_topK p log(p/t) + (1-b) log((1-b)/m); seeks modes, infinite where t or m is 0."""
     p_NK, rest_N = log_p_NK.exp(), log_rest_N.exp()
     ratio_NK, ratio_N = log_p_NK - log_t_NK, log_rest_N - log_m_N
     loss_N = weighted(p_NK, ratio_NK).sum(-1) + weighted(rest_N, ratio_N)
@@ -154,13 +151,10 @@ class TopKTerm:
 
 @dataclass(frozen=True, eq=False)
 class PointTerm:
-    """A cross-entropy -Σ w log p at given ids, int64 [N, D] and float [N, D]; scaled by weight · T².
+    """A cross-entropy -Σ w log p at labels or draws, which may repeat and be top-K ids; scaled by weight · T²."""
 
-    Ids are labels (`ce`, `hard_top1`) or draws (`sampled`, `hybrid`); they may repeat, and may be top-K ids.
-    """
-
-    ids_ND: Tensor
-    weights_ND: Tensor
+    ids_ND: Tensor  # int64
+    weights_ND: Tensor  # float
     weight: float | Tensor = 1.0
     name: str = "ce"
     temperature: float = 1.0
@@ -168,10 +162,7 @@ class PointTerm:
 
 @dataclass(frozen=True, eq=False)
 class DenseTerm:
-    """The forward KL over the whole vocabulary, softened by a temperature and scaled by weight · T².
-
-    The teacher gets no gradient. Its output head has the student's vocabulary, and a width of its own.
-    """
+    """The forward KL over the whole vocabulary, which both share, times weight · T²; the teacher has no gradient."""
 
     hidden_NH: Tensor
     lm_head: LMHead
@@ -217,3 +208,37 @@ def hybrid_terms(teacher: SparseTeacher, draw_ids_ND: Tensor, weight: float | Te
     shares_N1 = teacher.log_tail_N.exp()[:, None] / draw_ids_ND.shape[1]
     draws = PointTerm(draw_ids_ND, shares_N1.expand(draw_ids_ND.shape), weight, "kd", teacher.temperature)
     return [TopKTerm(teacher, topk_part, weight), draws]
+
+
+def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return the mean soft cross-entropy -Σ softmax(teacher/T) · log_softmax(student/T), times T², as a scalar.
+
+    Both arguments are [..., V]; the mean is over all leading positions, so drop masked ones first or use
+    `fused_linear_kd`. The gradient goes to the student only. The minimum is the teacher's entropy times T², not zero.
+    Static shapes, no host read: safe on XLA. ValueError where shapes differ, or the temperature is not positive.
+    """
+    if student_logits.shape != teacher_logits.shape:
+        what = f"student {tuple(student_logits.shape)} and teacher {tuple(teacher_logits.shape)} differ"
+        remedy = "both must have one shape, so slice padded vocabulary entries off the wider one"
+        raise ValueError(f"kd_soft_ce: {what}; {remedy}")
+    if not temperature > 0:
+        raise ValueError(f"temperature {temperature}: expected a number above 0")
+    wide = wide_dtype(torch.promote_types(student_logits.dtype, teacher_logits.dtype))
+    teacher = torch.softmax(teacher_logits.detach().to(wide) / temperature, dim=-1)
+    log_student = torch.log_softmax(student_logits.to(wide) / temperature, dim=-1)
+    return -weighted(teacher, log_student).sum(-1).mean() * temperature**2
+
+
+def hidden_error_sum(student: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the relative squared error of hidden states [..., H], summed over positions, and how many counted.
+
+    At a position: mean over H of (student - teacher)², divided by the mean over H of teacher². Models differ in the
+    scale of their hidden states by orders of magnitude, also within a row (massive activations); relative, 1 is what a
+    student of zeros would have, everywhere, so that a weight means the same for every model.
+    """
+    wide, keep = wide_dtype(torch.promote_types(student.dtype, teacher.dtype)), mask.bool()[..., None]
+    # Masked before the square: a NaN in padding would come back through its derivative.
+    student, teacher = student.masked_fill(~keep, 0), teacher.masked_fill(~keep, 0).detach().to(wide)
+    scale = teacher.square().mean(-1).clamp_min(torch.finfo(torch.float32).tiny)
+    loss = (student.to(wide) - teacher).square().mean(-1) / scale
+    return torch.where(mask.bool(), loss * mask, torch.zeros_like(loss)).sum(), mask.sum(dtype=torch.float32)

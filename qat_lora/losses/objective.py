@@ -3,15 +3,15 @@
 `kd` is the distance to the cached teacher, `ce` the cross-entropy with the text's next token, `hard_top1` that with the
 teacher's top-1 token, `hidden` the relative squared error of the last hidden states. Only `kd` is softened, so only it
 carries T². `anchor`, the distance to the student before training, has rows of its own: `train/step.py` runs it as a
-micro-batch through the same function. The config alone decides which terms exist, and their weights at a step come in
-separately: a term that disappeared once its weight had annealed to 0 would change the compiled graph.
+micro-batch. The config alone decides which terms exist, and their weights at a step come in separately: a term that
+disappeared once its weight had annealed to 0 would change the compiled graph.
 
-Beside its terms it gives `kl` for the log, the distance that evaluations report: `hybrid` and `sampled` lack the
-teacher's entropy, and T² scales a softened term, so no loss is that number but `ghost` and `full` at T = 1.
+It also gives `kl` for the log, the distance that evaluations report: `hybrid` and `sampled` lack the teacher's entropy,
+and T² scales a softened term, so no loss is that number but `ghost` and `full` at T = 1.
 
-A sparse teacher is only correct together with the mass of its tail at the same temperature, 1 - Σ_topK exp(z/T)/Z_T.
-Only the builder of the cache saw the whole vocabulary; guessing Z_T from the mass at T = 1 is wrong by orders of
-magnitude, so a temperature that the batch does not carry is refused. Draws are right at T = 1 only.
+A sparse teacher is only correct with the mass of its tail at the same temperature, 1 - Σ_topK exp(z/T)/Z_T. Only the
+builder of the cache saw the whole vocabulary; guessing Z_T from the mass at T = 1 is wrong by orders of magnitude, so a
+temperature that the batch does not carry is refused. Draws are right at T = 1 only.
 """
 
 import functools
@@ -22,11 +22,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qat_lora.config import option, settings
+from qat_lora.config import HELP, option, settings
 from qat_lora.errors import CacheError, ConfigError
 from qat_lora.losses import estimators
-from qat_lora.losses.estimators import DenseTerm, KLTerm, Term, TopKTerm, label_term, log_add, wide_dtype
-from qat_lora.losses.full_vocab import hidden_error_sum
+from qat_lora.losses.estimators import (
+    DenseTerm,
+    KLTerm,
+    Term,
+    TopKTerm,
+    hidden_error_sum,
+    label_term,
+    log_add,
+    wide_dtype,
+)
 from qat_lora.losses.fused.gradients import lm_head_logits, real_vocabulary
 from qat_lora.losses.fused.op import CHUNK_BYTES, LossSum, fused_linear_kd
 from qat_lora.types import Batch, LMHead, LossWalk, SparseTeacher, temperature_key
@@ -46,39 +54,20 @@ _weight = functools.partial(option, min=0)
 class ObjectiveConfig:
     """What a recovery run minimises."""
 
-    estimator: EstimatorName = option(
-        "auto",
-        "distance to the teacher: ghost (tail as one bucket), renorm (head only), reverse (KL), jsd, skew, "
-        "skew_reverse (KL to a mixture), hybrid (head and draws from the tail), sampled (draws only), full (hidden "
-        "states), auto (hybrid if it can be, else ghost)",
-    )
-    mixture: float | None = option(
-        None, "share of the teacher in jsd's mixture (default 0.5), of the first in the skews' (0.1)", above=0, below=1
-    )
-    draws: int | None = option(
-        None, "with hybrid and sampled: use only the first of the cached draws; default: all", unit="draws", min=1
-    )
+    estimator: EstimatorName = option("auto", HELP["estimator"])
+    mixture: float | None = option(None, HELP["mixture"], above=0, below=1)
+    draws: int | None = option(None, HELP["draws"], unit="draws", min=1)
     temperature: float = option(1.0, "softening of student and teacher; the cache must be built with it", above=0)
-    temperature_schedule: tuple[float, ...] = option(
-        (), "instead: temperatures for equal parts of the run, in turn, as 2,2,1; on XLA each compiles a graph"
-    )
+    temperature_schedule: tuple[float, ...] = option((), HELP["temperature_schedule"])
     kd_weight: float = _weight(1.0, "weight of the distance to the cached teacher")
     ce_weight: float = _weight(0.0, "weight of the cross-entropy with the text's next token")
     hard_top1_weight: float = _weight(0.0, "weight of the cross-entropy with the teacher's likeliest token, at first")
     hard_top1_end: float | None = _weight(None, "that weight at the end of training, linear in between; none: constant")
     hidden_weight: float = _weight(0.0, "weight of the relative squared error of the last hidden states")
-    anchor_weight: float = _weight(
-        0.0, "weight of the distance to the student as it was before training", alias="anchor_kl_weight"
-    )
+    anchor_weight: float = _weight(0.0, HELP["anchor_weight"], alias="anchor_kl_weight")
     anchor_samples: int = option(32, "training rows on which that student is remembered", unit="rows", min=1)
-    loss_chunk_mb: int | None = option(
-        None, "logits that a device holds at once while the loss is computed; default: as it likes", unit="MiB", min=1
-    )
-    loss_walk: Literal["auto", LossWalk] = option(
-        "auto",
-        "how the logits are walked through: positions, vocabulary (frozen heads on CPUs), kernel (CUDA), or as the "
-        "device likes",
-    )
+    loss_chunk_mb: int | None = option(None, HELP["loss_chunk_mb"], unit="MiB", min=1)
+    loss_walk: Literal["auto", LossWalk] = option("auto", HELP["loss_walk"])
 
     def __post_init__(self) -> None:
         if self.temperature_schedule and (self.temperature != 1.0 or min(self.temperature_schedule) <= 0):
@@ -287,10 +276,7 @@ def sparse_teacher_from_batch(batch: Batch, temperature: float = 1.0) -> SparseT
 
 @torch.no_grad()
 def sparse_teacher_from_logits(logits_NV: Tensor, k: int, temperature: float = 1.0) -> SparseTeacher:
-    """Return the top-k entries of each position and the exact log mass of the others.
-
-    Holds one copy of the logits, so pass chunks; slice padding off first.
-    """
+    """Return the top-k entries and the exact log mass of the others; it copies the logits: pass chunks, unpadded."""
     z_NV = logits_NV.to(wide_dtype(logits_NV.dtype)) / temperature
     top = z_NV.topk(k, dim=-1)
     log_tail_N = z_NV.scatter(-1, top.indices, float("-inf")).logsumexp(-1)

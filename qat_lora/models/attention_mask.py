@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.errors import ModelError
-from qat_lora.layers.attention import dense_mask
-from qat_lora.layers.flex_attention import BLOCK, document_block_mask
+from qat_lora.layers.attention import MASK_TILE, dense_mask, document_block_mask
 
 LONGEST_DENSE = 4096  # tokens: a mask in memory is 32 MB a row in bfloat16 there, and faster where kernels are torch's
 MaskForm = Literal["first", "blocks", "dense"]
@@ -34,7 +33,7 @@ def attention_inputs(config: Any, document_ids_BL: Tensor, dtype: torch.dtype, f
 
     def make(window: int | None) -> Any:
         first_BL = begin_BL if window is None else torch.maximum(begin_BL, own_L - window + 1)
-        if form == "blocks" and first_BL.shape[1] % BLOCK == 0:
+        if form == "blocks" and first_BL.shape[1] % MASK_TILE == 0:
             return document_block_mask(first_BL)
         return dense_mask(first_BL[:, None, None], dtype) if form == "dense" else first_BL[:, None, None]
 

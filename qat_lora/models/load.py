@@ -41,11 +41,10 @@ from qat_lora.files.checksums import (
 )
 from qat_lora.files.finite import check_finite
 from qat_lora.files.gguf_header import BASE, GGUF, read_header
-from qat_lora.layers.attention import AttentionKernel, Keep, blocked_attention, tiled_or
+from qat_lora.layers.attention import AttentionKernel, Keep, blocked_attention, flex_or, tiled_or
 from qat_lora.layers.calibrate.upcast import computing_dtype
 from qat_lora.layers.convert import SEES, quant_layers, sees, tied_embedding
 from qat_lora.layers.experts import Experts, split_experts
-from qat_lora.layers.flex_attention import flex_or
 from qat_lora.layers.recurrent import keep_documents_apart, split_documents
 from qat_lora.models import from_gguf, packed
 from qat_lora.models.attention_mask import LONGEST_DENSE, MaskForm, attention_inputs, document_begins, keeps_state

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from qat_lora.config import common, option, settings
+from qat_lora.config import HELP, common, option, settings
 from qat_lora.errors import ConfigError
 
 Engine = Literal["any", "llama.cpp", "mlx", "vllm"]
@@ -25,9 +25,7 @@ Engine = Literal["any", "llama.cpp", "mlx", "vllm"]
 class TargetConfig:
     """The size that a student shall have."""
 
-    target_size: str | None = common(
-        None, "bytes of all tensors, adapter included, such as 232MB: instead of --preset, formats and ranks by layer"
-    )
+    target_size: str | None = common(None, HELP["target_size"])
     target_bits: float | None = option(None, "the same as bits over all weights of the model", unit="bits", above=0)
     engine: Engine = option("any", "engine whose formats are allowed and whose files are counted", alias="for")
 

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.score import measure
-from qat_lora.export.engines import adapter_bytes, formats, layer_bytes, other_bytes
+from qat_lora.export.forms import adapter_bytes, formats, layer_bytes, other_bytes
 from qat_lora.layers.calibrate.fisher import Sensitivity
 from qat_lora.layers.calibrate.fit import Metric
 from qat_lora.layers.calibrate.quantize import Work, second_moments

@@ -155,7 +155,7 @@ def test_a_student_that_does_not_fit_is_told_the_field(dataset):
 
 
 def test_reader_and_writer_need_no_torch():
-    modules = "qat_lora.cache.build.writer, qat_lora.cache.read.dataset, qat_lora.cache.tools.pack"
+    modules = "qat_lora.cache.build.writer, qat_lora.cache.read.dataset, qat_lora.cache.tools.transport"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 

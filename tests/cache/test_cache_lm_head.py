@@ -21,7 +21,7 @@ from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.store import verify_cache
 from qat_lora.cache.tools.audit import audit
 from qat_lora.cache.tools.describe import describe, render
-from qat_lora.cache.tools.pack import pack_cache, unpack_cache
+from qat_lora.cache.tools.transport import pack_cache, unpack_cache
 from qat_lora.cli import main
 from qat_lora.errors import CacheDamaged, CacheError
 from qat_lora.models.load import load_model

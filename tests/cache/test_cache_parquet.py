@@ -10,7 +10,7 @@ import pytest
 from qat_lora.cache.format.records import to_json
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.store import read_manifest
-from qat_lora.cache.tools.pack import export_parquet
+from qat_lora.cache.tools.transport import export_parquet
 from qat_lora.cli import main
 from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError
 
@@ -32,7 +32,7 @@ def test_the_file_holds_what_the_reader_gives(
     source = {"train": random_rows(fp, 7), "eval": random_rows(fp, 2, seed=1)}
     write_cache(tmp_path / "c", fp, source["train"], 3, source["eval"])
     out = tmp_path / "new" / "rows.parquet"
-    monkeypatch.setattr("qat_lora.cache.tools.pack.GROUP_BYTES", 1)
+    monkeypatch.setattr("qat_lora.cache.tools.transport.GROUP_BYTES", 1)
     result = export_parquet(tmp_path / "c", out, split)
     rows = len(source[split]["input_ids"])
     assert result == {"out": str(out), "split": split, "rows": rows, "row_groups": rows, "bytes": out.stat().st_size}

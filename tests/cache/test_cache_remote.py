@@ -19,7 +19,7 @@ from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.location import RemoteFolder
 from qat_lora.cache.storage.store import verify_cache
 from qat_lora.cache.tools.describe import describe
-from qat_lora.cache.tools.pack import export_parquet
+from qat_lora.cache.tools.transport import export_parquet
 from qat_lora.data.shuffle import global_batch
 from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError, OvertakenError
 

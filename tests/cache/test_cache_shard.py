@@ -15,7 +15,7 @@ from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage import store as shards
 from qat_lora.cache.tools.describe import describe
-from qat_lora.cache.tools.pack import export_parquet
+from qat_lora.cache.tools.transport import export_parquet
 from qat_lora.errors import CacheDamaged
 
 OPTIONAL = ("tail_draws:2", "draws:1")

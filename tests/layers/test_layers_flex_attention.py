@@ -10,15 +10,15 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 from torch.nn.attention.flex_attention import create_mask
 
+from qat_lora.layers.attention import MASK_TILE, document_block_mask, flex_or
 from qat_lora.layers.convert import add_lora, make_quant_skeleton, quant_layers
-from qat_lora.layers.flex_attention import BLOCK, document_block_mask, flex_or
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.attention_mask import attention_inputs
 from qat_lora.models.load import make_qwen3
 from qat_lora.quant.presets import preset
 from qat_lora.setup.trainable import recovery_parts
 
-LENGTH, LAYERS = 2 * BLOCK, 3
+LENGTH, LAYERS = 2 * MASK_TILE, 3
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
@@ -38,14 +38,14 @@ def allowed(ids, window=None):
     return (ids[:, :, None] == ids[:, None]) & (distance >= 0) & (distance < (window or len(distance)))
 
 
-@pytest.mark.parametrize("window", [None, 1, 37, BLOCK])
+@pytest.mark.parametrize("window", [None, 1, 37, MASK_TILE])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_block_mask_is_the_mask_that_it_stands_for(window, seed):
-    ids = documents(seed, length=4 * BLOCK)
+    ids = documents(seed, length=4 * MASK_TILE)
     dense = allowed(ids, window)
     mask = document_block_mask(first(ids, window))
-    assert torch.equal(create_mask(mask.mask_mod, 2, 1, 4 * BLOCK, 4 * BLOCK, device="cpu")[:, 0], dense)
-    tiles = dense.view(2, 4, BLOCK, 4, BLOCK)
+    assert torch.equal(create_mask(mask.mask_mod, 2, 1, 4 * MASK_TILE, 4 * MASK_TILE, device="cpu")[:, 0], dense)
+    tiles = dense.view(2, 4, MASK_TILE, 4, MASK_TILE)
     assert torch.equal(mask.to_dense()[:, 0].bool(), tiles.any(4).any(2))
     assert torch.equal(mask.full_kv_num_blocks[:, 0], tiles.all(4).all(2).sum(-1).int())
 

@@ -19,7 +19,7 @@ from qat_lora.losses.estimators import (
     reverse,
     sampled_term,
 )
-from qat_lora.losses.fused.entries import add, entries_of, read, remove_first
+from qat_lora.losses.fused.by_token import add, entries_of, read, remove_first
 from qat_lora.losses.fused.op import fused_linear_kd
 from qat_lora.types import LMHead
 

@@ -99,7 +99,7 @@ def test_same_numbers_one_graph_and_no_fallback():
 
 KL_DIV = """
 import torch, torch_xla, warnings
-from qat_lora.losses.full_vocab import kd_soft_ce
+from qat_lora.losses.estimators import kd_soft_ce
 
 device = torch_xla.device()
 teacher = torch.randn(4, 7, device=device)

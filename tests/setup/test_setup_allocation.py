@@ -13,7 +13,7 @@ from toy_pipeline import cache_options, call, export_options, part, quantize_opt
 from qat_lora.commands import quantize as command
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError
-from qat_lora.export.engines import FORMATS
+from qat_lora.export.forms import FORMATS
 from qat_lora.export.gguf_model import gguf_name
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.gguf_header import read_header

@@ -2,16 +2,13 @@
 
 The teacher is a `LanguageModel`: hidden states first, then logits for as few positions at a time as `chunk_bytes`
 allows. At 151,936 entries a batch of 8 × 1,024 tokens has 5 GB of float32 logits, and `topk` and `logsumexp` want
-copies of that; here nothing of that size exists (`topk` takes a chunk's logits apart). Shapes are the same for every
-batch (the last is filled with rows that are not written), so that a compiling device compiles once.
+copies of that; nothing of that size exists here. Shapes are the same for every batch (the last is filled with rows that
+are not written), so that a compiling device compiles once. Packing, checksums and disk run in one background thread,
+hidden behind the teacher's next forward; an exception on either side stops both and surfaces here.
 
-Packing, checksums and disk run in one background thread behind a short queue, hidden behind the teacher's next
-forward. An exception on either side stops both and surfaces here.
-
-The cost of a build is measured (`forecast`), not guessed: a teacher's rate follows from its size only within a factor
-of three or so, depending on device, number format and vocabulary; three batches tell it within a few percent.
-Tokenising is in the measured time, since it runs between forwards; packing and writing are not, since they run behind
-them. Bytes are computed: the layout of a shard is a pure function of its rows.
+The cost of a build is measured (`forecast`): a teacher's rate follows from its size only within a factor of three or
+so, three batches tell it within a few percent. Tokenising is in that time, since it runs between forwards; packing and
+writing run behind them. Bytes are computed: the layout of a shard is a pure function of its rows.
 """
 
 import collections
@@ -67,10 +64,7 @@ def teacher_arrays(
     uniforms: Mapping[str, torch.Tensor],
     settings: ForwardSettings = _DEFAULTS,
 ) -> dict[str, torch.Tensor]:
-    """Return the teacher's arrays that `codec.encode_rows` takes, on its device: ids as int32, all others as float32.
-
-    `uniforms` are the random numbers [B, L-1, D, 2] for `tail_draw_ids` and `draw_ids`, as far as they are to be drawn.
-    """
+    """Return arrays for `codec.encode_rows`, on the teacher's device; `uniforms` [B, L-1, D, 2]: of those to draw."""
     batch, length = input_ids_BL.shape
     hidden = teacher.hidden(input_ids_BL, document_ids_BL)[:, :-1]
     kept = {"teacher_hidden": hidden.float()} if held.hidden else {}
@@ -169,10 +163,7 @@ def run_batch(
 
 
 def fetched(arrays: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Return arrays of a device as NumPy's, in one transfer.
-
-    A device that collects work until something is read (XLA) would run the whole teacher again for every array.
-    """
+    """Return arrays of a device as NumPy's, in one transfer: XLA would run the whole teacher again for every array."""
     # As float32, ids in two halves that it holds exactly: reading the bits as another type ends a graph on XLA.
     parts: list[torch.Tensor] = []
     for values in arrays.values():
@@ -194,10 +185,7 @@ def bytes_per_token(fingerprint: Fingerprint) -> float:
 
 @contextlib.contextmanager
 def _written_behind(writer: CacheWriter) -> Iterator[Callable[[dict[str, np.ndarray], _Batch], None]]:
-    """Yield a function that hands a batch to the writer in one background thread; leaving waits until all are written.
-
-    An error there is raised here, and nothing is appended after it; an error here drops what is still waiting.
-    """
+    """Yield what hands a batch to a thread that writes; errors of either side are raised here, and stop both."""
     waiting: collections.deque[Future[None]] = collections.deque()
 
     def append(before: Future[None] | None, arrays: dict[str, np.ndarray], batch: _Batch) -> None:

@@ -1,14 +1,13 @@
 """A teacher behind a server: the likeliest tokens of a text's positions, asked for over HTTP by token ids.
 
 vLLM and SGLang score a whole prompt in one forward, llama.cpp's server the position after a prompt, whose prefix it
-keeps. What is sent are ids, one document of a row at a time (attention restarts there), nothing put in front; what
-comes back must be ids too: text would not tell two tokens of the same letters apart. The chat protocol, which every
-hosted model speaks, gives neither, so it cannot be a teacher here.
+keeps. Sent are ids, one document of a row at a time (attention restarts there), nothing put in front; what comes back
+must be ids too: text would not tell two tokens of the same letters apart. The chat protocol gives neither.
 
-Servers are only as good as their answers, so each is held against what was asked: the ids that went in, K entries of
-the vocabulary, log-probabilities that sum to at most one. A server that is busy, slow or gone is asked again, by
-urllib3's rules. Which model answers is known by its name and by what it says of one short text (`identify`), compared
-whenever a build starts and after every lost connection, since an engine is easily started again with another model.
+Each answer is held against what was asked: the ids that went in, K entries of the vocabulary, log-probabilities that
+sum to at most one. A server that is busy, slow or gone is asked again, by urllib3's rules. Which model answers is known
+by its name and by what it says of one short text (`identify`), compared whenever a build starts and after every lost
+connection, since an engine is easily started again with another model.
 """
 
 import contextlib

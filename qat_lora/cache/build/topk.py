@@ -1,11 +1,9 @@
 """What is kept of a position's logits: the K largest, sums at each temperature, draws. Tensors only, on any device.
 
-Over a vocabulary of 151,936 entries, ranking, softmax and sums cost as much as the forward of a 0.6 B teacher. Two
-things bring that to a few per cent: only the K groups of entries with the largest maxima are ranked, and on a device
-with a small cache (`piece_bytes`) all passes over a few positions follow one another.
-
-The tail's sum runs over the tail alone, relative to its own largest entry. As 1 - Σ of the top K it would be rounding
-noise wherever it is small, and small is the usual case.
+Ranking, softmax and sums over 151,936 entries cost as much as the forward of a 0.6 B teacher. Two things make that a
+few per cent: only the K groups of entries with the largest maxima are ranked, and on a device with a small cache
+(`piece_bytes`) all passes over a few positions follow one another. The tail's sum runs over the tail alone, relative to
+its own largest entry: as 1 - Σ of the top K it would be rounding noise wherever it is small, which is the usual case.
 
 Tokens are drawn from the tail (estimator `hybrid`) or the whole teacher (`sampled`). A draw is a pure function of seed,
 row and probabilities, so that a resumed build stores the same, which a device's own random numbers would not.
@@ -51,10 +49,7 @@ def top_k_entries(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def sparse_arrays(
     logits_NV: Tensor, top_k: int, temperatures: Sequence[float], uniforms: Uniforms, piece_bytes: int | None = None
 ) -> dict[str, Tensor]:
-    """Return what is kept of some positions' logits: any float type, real vocabulary only, may be overwritten.
-
-    K is 0 for draws only; `piece_bytes` of float32 logits are worked on at a time, None for all at once.
-    """
+    """Return what is kept of logits, which may be overwritten, `piece_bytes` of float32 at a time; K is 0 for draws."""
     vocab = logits_NV.shape[-1]
     if piece_bytes is None:
         return _piece(logits_NV.float(), top_k, temperatures, uniforms)
@@ -129,10 +124,8 @@ def draw_weighted(weights_NV: Tensor, uniforms_ND2: Tensor) -> Tensor:
 
 
 def _invert(cumulative: Tensor, uniform_ND: Tensor) -> Tensor:
-    """Return the first index at which a cumulative sum [N, 1 or D, n] exceeds a part of its end.
-
-    Counted, not searched: every device counts, and an entry without weight cannot be the first to exceed anything.
-    """
+    """Return the first index at which a cumulative sum [N, 1 or D, n] exceeds a part of its end."""
+    # Counted, not searched: every device counts, and no entry without weight is the first to exceed anything.
     reached = cumulative <= uniform_ND[..., None] * cumulative[..., -1:]
     return reached.sum(-1).clamp(max=cumulative.shape[-1] - 1)
 

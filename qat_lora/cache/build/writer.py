@@ -414,10 +414,7 @@ def _kind(name: str) -> str | None:
 
 
 def read_part(folder: Location, partition: Partition, fingerprint: Fingerprint) -> Part | None:
-    """Return a builder's record of having ended, None while it has not; CacheDamaged if it is not what was written.
-
-    OutputExistsError: it belongs to another cache, or to a build by another number of builders.
-    """
+    """Return a builder's record of having ended, if it has; CacheDamaged; OutputExistsError: of another build."""
     name = fmt.part_name(partition.builder)
     file = f"{folder}/{name}"
     try:

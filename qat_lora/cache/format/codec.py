@@ -1,12 +1,10 @@
 """How rows become bytes and back: packed ids, fp16 or uint8 values, row checksums, any k ≤ K.
 
-An id below 2^18 is kept as 16 low bits in one array and 2 high bits, four to a byte, in another: 18 bits instead of
-32, and still sliced without unpacking the rest. Delta coding or compression would be smaller and lose that. A value is
-the logit minus the position's largest, in fp16, whose rounding costs a mean KL below 1e-7 nats on our teachers
-(`qat-lora cache audit`); bfloat16, of the same size, has an eighth of its precision. `uint8` values take half.
-
-Decoding looks bits up in tables, four ids at a time: shifts and masks over whole arrays read every number several
-times and are six times slower.
+An id below 2^18 is kept as 16 low bits in one array and 2 high bits, four to a byte, in another, and can be sliced
+without unpacking the rest; delta coding or compression would be smaller and lose that. A value is the logit minus the
+position's largest, in fp16, whose rounding costs a mean KL below 1e-7 nats on our teachers (`qat-lora cache audit`);
+bfloat16 has an eighth of its precision, `uint8` takes half. Decoding looks bits up in tables, four ids at a time:
+shifts and masks over whole arrays read every number several times and are six times slower.
 """
 
 from collections.abc import Container, Mapping, Sequence

@@ -1,12 +1,10 @@
 """The layout of a KD cache: file names, the arrays of a shard, and the shard's header.
 
-A shard is a plain safetensors file, so that any language can map it with a JSON parser and eight bytes of arithmetic,
-and nothing in it can be executed. The alternatives lose: pickled `.pt` files run code and are read whole; MDS and
-Parquet need their library to find a row; zarr has no row access below its chunks. Safetensors lacks checksums and a
-commit protocol: sidecars and a manifest have them (`records`, `build.writer`).
-
-The arrays of a shard follow from the fingerprint (its `Contents`) and the row count. Readers therefore *compute* the
-header they expect and refuse any other, so there is nothing to attack in one: no overlapping offsets, no odd types.
+A shard is a plain safetensors file: any language maps it with a JSON parser and eight bytes of arithmetic, and nothing
+in it can be executed. Pickled `.pt` files run code and are read whole; MDS and Parquet need their library to find a
+row; zarr has no row access below its chunks. Safetensors lacks checksums and a commit protocol, which sidecars and a
+manifest have (`records`, `build.writer`). The arrays follow from the fingerprint (its `Contents`) and the row count, so
+readers *compute* the header and refuse any other: no overlapping offsets, no odd types, nothing to attack.
 """
 
 import functools
@@ -84,10 +82,7 @@ class Contents(NamedTuple):
 
 
 def array_table(held: Contents) -> tuple[ArraySpec, ...]:
-    """Return the arrays of a shard in file order: 4-byte types, then 2-byte, then single bytes.
-
-    That order keeps every array aligned without padding, which safetensors does not allow.
-    """
+    """Return the arrays of a shard in file order: types of 4, 2, then 1 bytes, so all are aligned without padding."""
     positions = held.length - 1
     wide, packed = held.vocab_size > PACKED_VOCAB, SHORT_VOCAB < held.vocab_size <= PACKED_VOCAB
     lists = held.id_lists.items()

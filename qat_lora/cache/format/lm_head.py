@@ -1,11 +1,9 @@
 """The teacher's LM head, kept with a cache that holds its hidden states.
 
 Logits are the LM head applied to a hidden state, so 2H bytes a position and this one file are the teacher's whole
-distribution: exact where K logits are not, and smaller than they are from K = H/2 on. The file is plain safetensors
-(`weight` [V, H], sometimes `bias` [V]; logit scale and soft cap are in its metadata), and its sha256 is part of the
-cache's fingerprint, so the states cannot be read with another LM head than theirs.
-
-Tensors are written as bytes, because NumPy has no bfloat16 and the writer imports no torch.
+distribution: exact where K logits are not, and smaller from K = H/2 on. The file is plain safetensors (`weight` [V, H],
+sometimes `bias` [V]; logit scale and soft cap in its metadata), and its sha256 is part of the cache's fingerprint. Its
+tensors are written as bytes, because NumPy has no bfloat16 and the writer imports no torch.
 """
 
 import hashlib
@@ -66,10 +64,7 @@ def check_lm_head(location: Location, fingerprint: Fingerprint, *, whole: bool =
 
 
 def read_lm_head(place: Place, fingerprint: Fingerprint) -> LMHead:
-    """Return the teacher's LM head, tensors on the CPU in the type in which they are stored.
-
-    CacheError: the cache holds no hidden states; CacheDamaged: the file is missing or is not what was written.
-    """
+    """Return the teacher's LM head on the CPU, as stored; CacheError: no hidden states; CacheDamaged: other bytes."""
     import torch
 
     location = locate(place)

@@ -1,10 +1,9 @@
 """The records of a cache: fingerprint, sidecars and manifest, as strictly read JSON.
 
-Three rules hold for every record. It is *closed*: an unknown, absent or repeated key is an error, never ignored,
-so that a typing mistake or a newer version cannot pass for something else. It is *bounded*: files above a size
-are not parsed. It is *sealed*: the last value of the file is the sha256 of everything before it, so that a
-flipped bit in a number is noticed; checksums over "canonical JSON" need the same JSON writer in every language,
-checksums over a prefix of the bytes do not.
+Every record is *closed*: an unknown, absent or repeated key is an error, so that no typing mistake or newer version
+passes for something else. It is *bounded*: files above a size are not parsed. It is *sealed*: its last value is the
+sha256 of everything before it. Checksums over "canonical JSON" need the same JSON writer in every language, checksums
+over a prefix of the bytes do not.
 """
 
 import dataclasses
@@ -51,10 +50,7 @@ def _parse_optional(names: tuple[str, ...]) -> dict[str, tuple[int, str | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Everything that decides what a cache holds. Resuming a build compares all of it.
-
-    A student is compared with `tokenizer_sha256`, `vocab_size` and `length` only (`KDCacheDataset.check_student`).
-    """
+    """Everything that decides what a cache holds: resuming compares all of it, `check_student` what a student needs."""
 
     tokenizer_sha256: str
     vocab_size: int  # V: entries that the teacher's probabilities run over; padded rows are not counted
@@ -113,10 +109,7 @@ class Fingerprint:
         return config.fingerprint({"version": fmt.VERSION, **to_json(self)})
 
     def difference(self, other: Self) -> tuple[str, Any, Any] | None:
-        """Return the first field that differs, with its value here and in `other`; None if none does.
-
-        One teacher may be spelt in several ways (`T/`, `./T`): its sha256 decides.
-        """
+        """Return the first field that differs, with both values, if any; a teacher's sha256 counts, not its name."""
         for item in dataclasses.fields(self):
             here, there = getattr(self, item.name), getattr(other, item.name)
             if here != there and not (item.name == "teacher" and self.teacher_sha256 == other.teacher_sha256):
@@ -203,10 +196,7 @@ def render(record: Any) -> bytes:
 
 
 def parse(cls: type[R], data: bytes, where: str) -> R:
-    """Turn sealed JSON text into a record; CacheDamaged names `where` if the seal, a key or a type is not as written.
-
-    CacheError: a cache of another format version.
-    """
+    """Return sealed JSON text as a record; CacheDamaged names `where`; CacheError: a cache of another version."""
     try:
         text = data.decode("ascii")
         body, digest = text[: -64 - len(_SEAL_END)], text[-64 - len(_SEAL_END) : -len(_SEAL_END)]

@@ -1,9 +1,9 @@
 """A KD cache as training data: row numbers become batches, in the order that `qat_lora.data.shuffle` computes.
 
-Everything is checked before the first row is served: seals of the manifest and the sidecars, names, sizes, and by
-default the sha256 of every shard (1 to 2 GB/s), since a flipped bit reads as a slightly different teacher and no
-training run would notice. After that a row is read, compared with its CRC-32 and decoded on demand: a cache may be
-larger than memory, and one that changes during a run of days is an error that names shard and row (`storage.store`).
+Before the first row is served everything is checked: seals, names, sizes, and by default the sha256 of every shard (1
+to 2 GB/s), since a flipped bit reads as a slightly different teacher and no training run would notice. After that a row
+is read, compared with its CRC-32 and decoded on demand: a cache may be larger than memory, and one that changes during
+a run of days is an error that names shard and row (`storage.store`).
 """
 
 import functools
@@ -135,10 +135,7 @@ class KDCacheDataset(ShuffledRows):
         return batch
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Return one row, arrays as in `rows` without their first axis; negative numbers count from the end.
-
-        So a torch DataLoader takes it as a map-style dataset, with workers too, and stacks rows to tensors.
-        """
+        """Return one row without its first axis, for a torch DataLoader; negative numbers count from the end."""
         row = index + len(self) if index < 0 else index
         if not 0 <= row < len(self):
             raise IndexError(f"row {index} of {len(self):,}")  # ends a plain `for row in dataset`

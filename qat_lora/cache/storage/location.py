@@ -1,18 +1,16 @@
 """Where a cache is: a folder of this machine, or one behind a URL (Google Cloud Storage, S3, any of fsspec's).
 
-The rest of the cache only lists, reads, writes once, deletes and locks files by name. There are two kinds of location
-because their guarantees differ. A local folder has links, `fsync`, `flock` and files that can be read at any place. An
-object store has none of them, but its objects appear whole, and a put can be made to fail where the name exists. One
-layer over both (fsspec's own local file system) would give up the best of each.
+There are two kinds because their guarantees differ. A local folder has links, `fsync`, `flock` and files that can be
+read at any place. An object store has none of them, but its objects appear whole, and a put can be made to fail where
+the name exists. One layer over both (fsspec's own local file system) would give up the best of each.
 
 Every object is put whole, by a request that fails if the name exists (`ifGenerationMatch=0` on GCS, `If-None-Match: *`
-on S3). Builders own different names (`build.writer`), so they need no lock: nothing committed is ever replaced.
-Uploading under a temporary name and renaming, as on a disk, would be worse: there a rename is a copy and a delete, and
-it overwrites. A put is not believed: the store's MD5 is compared with ours, or the object is read back where the store
-has none. So the end of a build need not fetch the whole cache again.
+on S3). Builders own different names (`build.writer`), so they need no lock. Renaming from a temporary name, as on a
+disk, is a copy and a delete there, and overwrites. A put is not believed: the store's MD5 is compared with ours, or the
+object is read back where the store has none, so the end of a build need not fetch the whole cache again.
 
-Rows are read in random order, so a reader wants whole shards on its disk: fsspec's `simplecache` copies each shard
-once for the process, into the folder for temporary files, and removes the copies at its end.
+A reader wants rows in random order, so fsspec's `simplecache` copies each shard once into the folder for temporary
+files, and removes the copies at the end of the process.
 """
 
 import base64
@@ -282,10 +280,7 @@ Place = str | Path | Location  # what callers may give: a path, a URL as text, o
 
 
 def locate(place: Place) -> Location:
-    """Return the location that a path or URL means; MissingExtraError where the URL's driver is not installed.
-
-    CacheError: a URL of an unknown kind, or one that `pathlib` has already spoilt.
-    """
+    """Return the location that a path or URL means; CacheError, or MissingExtraError where its driver is missing."""
     if not isinstance(place, str | Path):
         return place
     text = str(place)

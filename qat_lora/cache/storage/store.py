@@ -1,16 +1,15 @@
 """Finds, checks and opens the files of a cache: manifest, sidecars, shards.
 
-The writer (resuming), the reader (opening) and `verify_cache` share these checks, for a folder and for a URL
-(`location`). Names come from records and must match `s-000123` before they become a path; every file must be a regular
-file of the recorded size. Messages name the shard, because damage is mended by rebuilding that shard, not the cache.
+The writer, the reader and `verify_cache` share these checks, for a folder and for a URL. Names come from records and
+must match `s-000123` before they become a path; every file must be a regular one of the recorded size. Messages name
+the shard, because damage is mended by rebuilding that shard, not the cache.
 
-`verify_cache` reads every byte, in four layers from cheap to deep: seals of manifest and sidecars, sizes and headers,
-the sha256 of every shard, and the CRC-32 of every row with the ranges of its values. The last cannot fail where the
-third passed, unless the writer itself was wrong; that is what it is there to find.
+`verify_cache` goes from cheap to deep: seals, sizes and headers, the sha256 of every shard, the CRC-32 and the ranges
+of values of every row. The last cannot fail where the third passed, unless the writer itself was wrong.
 
-A row is read with `pread` into memory of its own, and its CRC-32 is computed from those very bytes before they are
-decoded. Mapping the file would save a copy of half a megabyte, but a mapped file that shrinks ends the process with
-SIGBUS, which no program can turn into a message, and bytes that change between check and use would go unnoticed.
+A row is read with `pread` into memory of its own, and its CRC-32 is computed from those very bytes. Mapping the file
+would save a copy of half a megabyte, but a mapped file that shrinks ends the process with SIGBUS, which no program can
+turn into a message, and bytes that change between check and use would go unnoticed.
 """
 
 import contextlib
@@ -137,11 +136,8 @@ def shard_entry(sidecar: Sidecar, data: bytes) -> ShardEntry:
 
 
 def check_entry(place: Location, entry: ShardEntry, fingerprint: Fingerprint) -> None:
-    """Raise CacheDamaged unless a shard's sidecar is the one that the manifest sealed, and the shard has its size.
-
-    A sidecar with the listed sha256 is that one, unread; another is read to say what is wrong with it.
-    """
-    with contextlib.suppress(FileNotFoundError):
+    """Raise CacheDamaged unless a shard's sidecar is the one that the manifest sealed, and the shard has its size."""
+    with contextlib.suppress(FileNotFoundError):  # its sha256 tells; another sidecar is read to say what is wrong
         data = place.read(f"{entry.shard}.json", fmt.SIDECAR_LIMIT_BYTES)
         if hashlib.sha256(data).hexdigest() == entry.sidecar_sha256:
             return check_shard_size(place, entry)
@@ -183,10 +179,7 @@ def most_open() -> int:
 
 
 class Shard:
-    """The rows of a shard, in memory with `preload`; closed when nothing refers to it any more.
-
-    CacheDamaged: the file is missing, or its size or header are not what the fingerprint demands.
-    """
+    """The rows of a shard, in memory with `preload`; closed when nothing refers to it; CacheDamaged: no such file."""
 
     def __init__(self, place: Location, entry: ShardEntry, fingerprint: Fingerprint, *, preload: bool = False) -> None:
         self._place, self._entry, self._table = place, entry, fingerprint.arrays
@@ -208,10 +201,7 @@ class Shard:
                 raise CacheDamaged(f"{file}: its header describes other arrays than the cache's fingerprint demands")
 
     def rows(self, first: int, count: int = 1, *, check: bool = True) -> dict[str, np.ndarray]:
-        """Return the arrays [count, ...] of the rows from `first` on, as they are stored; `check` compares CRC-32s.
-
-        CacheDamaged: a row is not what was written, or the file has changed since it was opened.
-        """
+        """Return rows from `first` on as stored, [count, ...]; CacheDamaged: by CRC-32 (`check`), or it has changed."""
         where = f"row {first}" if count == 1 else f"rows {first} to {first + count - 1}"
         # A file that was removed can still be read while it is open, but a run could not be repeated from it.
         if not (isinstance(self._data, bytes) or self._place.far or os.fstat(self._data.fileno()).st_nlink):
@@ -277,10 +267,7 @@ class VerifyReport(NamedTuple):
 
 
 def verify_cache(path: Place, progress: Progress | None = None, *, threads: int | None = None) -> VerifyReport:
-    """Check every byte of a cache, `threads` shards at a time (default as in `at_once`); CacheError: unfinished.
-
-    CacheDamaged names the shard and what is wrong; of several damaged ones the first in row order.
-    """
+    """Check every byte of a cache, `threads` shards at once; CacheError: unfinished; CacheDamaged names the first."""
     begun, folder = time.perf_counter(), locate(path)
     manifest = read_manifest(folder)
     entries, held = manifest.all_shards, manifest.fingerprint

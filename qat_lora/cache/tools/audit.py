@@ -1,13 +1,13 @@
 """The distance of a cache from its teacher: the teacher runs again on some rows, and full distributions are compared.
 
-The teacher's own probabilities p come from float32 logits over the whole vocabulary, in float64 from there on. The
-cache gives its first k entries and the mass of all others. Means over the positions that count, at temperature 1:
+The teacher's probabilities p come from float32 logits over the whole vocabulary, in float64 from there on; the cache
+gives its first k entries and the mass of all others. Means over the positions that count, at temperature 1:
 
-* `kl_stored`: KL(p ‖ q), where q spreads the stored tail mass in the teacher's own proportions. By the chain rule this
-  is the KL on k + 1 outcomes, so it is the error of storing. q is normalised first, as the losses do.
+* `kl_stored`: KL(p ‖ q), where q, normalised, spreads the stored tail mass in the teacher's own proportions: the KL on
+  k + 1 outcomes by the chain rule, and so the error of storing.
 * `tail_mass`: the teacher's probability outside the k entries, which no storing error describes.
-* `kl_even_tail`: the same KL with the tail mass spread evenly over the other V - k tokens: no defect, but what a loss
-  that treats the tail as one outcome cannot see.
+* `kl_even_tail`: the KL with the tail mass spread evenly over the other V - k tokens: no defect, but what a loss that
+  treats the tail as one outcome cannot see.
 """
 
 from collections.abc import Mapping, Sequence
@@ -134,10 +134,7 @@ def _audit_row(
 
 
 def _compare(truth: Sequence[Tensor], vocab_size: int, read: Mapping[str, Tensor], k: int) -> dict[str, Tensor]:
-    """Return the figures of N positions for the first k of K entries.
-
-    `truth` is the teacher now: log-probabilities of the K entries and of all others, and the others' sum of p log p.
-    """
+    """Return figures for the first k of K entries; `truth`: log p of the K and of all others, the others' Σ p log p."""
     topk_NK, tail_N, tail_plogp_N = truth
     dropped_NK = topk_NK[:, k:]
     log_tail_N = torch.logsumexp(torch.cat([tail_N[:, None], dropped_NK], dim=-1), dim=-1)

@@ -1,13 +1,11 @@
 """How much of an evaluation text the cache has already shown: scores on seen text measure memory, not recovery.
 
-A run of 13 tokens that also occurs in the cache marks its tokens as seen (13 is the length that GPT-3's authors chose
-for this purpose, arXiv:2005.14165, appendix C): long enough that plain language seldom repeats it by chance, short
-enough to survive a changed line. Licence headers and idioms do repeat (5.5 % of held-out files of Python's standard
-library against the others, with a vocabulary of 2,048), so a small share is told and only a larger one is a warning.
+A run of 13 tokens that also occurs in the cache marks its tokens as seen: GPT-3's length (arXiv:2005.14165, appendix
+C), which plain language seldom repeats by chance and a changed line survives. Licence headers and idioms do repeat
+(5.5 % of held-out files of Python's standard library), so a small share is told and only a larger one is a warning.
 
-The evaluation text is small and the cache is not. So the hashes of the text's runs are held, sorted (8 bytes a token),
-and the cache streams past them shard by shard, of which only the token ids are read, not the logits. Runs do not cross
-a document's start; a run that the cache's own row ends cut is missed, at most 12 of a row's.
+The text is small and the cache is not, so the hashes of the text's runs are held, sorted, and the cache's token ids
+stream past them. Runs do not cross a document's start; one that the cache's row ends cut is missed, at most 12 a row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

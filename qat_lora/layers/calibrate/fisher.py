@@ -3,17 +3,15 @@
 Equal output errors of two layers, or at two tokens, can differ a hundredfold in the harm they do to the predictions.
 To second order the KL that a change dy of a layer's output causes is E[(g · dy)²] / 2, with g the gradient of log p(v)
 for a token v drawn from the model's own predictions. With y = W x and the usual factorisation (K-FAC) the cost of a
-weight error E is tr(G E H Eᵀ): G = E[g gᵀ] over outputs, H the second moment of inputs. Of the token's two factors,
-each matrix counts a token by the size of the other: H by its g², G by its x², output by output or input by input, each
-over its mean: with |g|² the few outputs that matter most would decide, whose errors two-sided rounding makes small.
-One backward pass over the calibration rows gives both; the labels of the text are not used.
+weight error E is tr(G E H Eᵀ): G = E[g gᵀ] over outputs, H the second moment of inputs. Each matrix counts a token by
+the size of the other factor: H by its g², G by its x², channel by channel, each over its mean: with |g|² the few
+outputs that matter most would decide, whose errors two-sided rounding makes small. One backward pass over the
+calibration rows gives both; the labels of the text are not used.
 
 Memory that would grow with the model is bounded: decoder blocks recompute their activations in the backward pass, G
-may be on disk (`zeros_in`), and logits are computed for a few positions at a time. G takes several times the room of a
-bfloat16 model, and every batch adds to every layer's matrix; mapped files let the system write pages out when memory is
-short. A file is unlinked as soon as it is mapped, so a run leaves nothing behind however it ends, except the one file
-that a killed run was just making; the next run in the folder removes it. Block-wise training keeps its rows' hidden
-states there as well.
+may be on disk (`zeros_in`), as it takes several times the room of a bfloat16 model, and logits are computed for a few
+positions at a time. A file is unlinked as soon as it is mapped, so a run leaves nothing behind but the one file that a
+killed run was just making; the next run removes it. Block-wise training keeps its rows' hidden states there as well.
 
 Sources: K-FAC (arXiv 1503.05671); Fisher weights in rounding, GuidedQuant (arXiv 2505.07004); each factor weighted by
 the other, the nearest Kronecker product of YAQA (arXiv 2505.22988).

@@ -10,12 +10,9 @@ the least-squares map from what it receives to what it should give; codes and ad
 E[y yᵀ]. Usual GPTQ practice (W on the student's inputs) sees the errors of earlier layers but does not aim at them: on
 our saturated teacher it won nothing, and W* a sixth of the KL. One block at a time is held twice.
 
-A block needs more than hidden states: masks, positions, rotary embeddings. These are recorded while the model runs
-(`capture_calls`, also for `train.blockwise`), so nothing here knows how a model makes them. They do not depend on what
-the blocks compute, so from the second batch on the blocks hand on what they get: recording costs no products and reads
-no block's weights.
-
-Source: GPTAQ (arXiv 2504.02692) for asymmetric calibration; the target W* is its least-squares form.
+Masks, positions and rotary embeddings are recorded while the model runs (`capture_calls`, also for `train.blockwise`),
+so nothing here knows how a model makes them. They do not depend on what the blocks compute, so from the second batch on
+the blocks hand on what they get. Source: GPTAQ (arXiv 2504.02692); the target W* is its least-squares form.
 """
 
 import contextlib
@@ -141,10 +138,7 @@ class _Block:
         self.fitter.linear(name).weight = nn.Parameter(corrected, requires_grad=False)
 
     def _stages(self, states: Tensor) -> list[list[str]]:
-        """Return the layers in the order in which they run, those with the same input together.
-
-        So are the gates and ups of all experts of a mixture, and their downs: two stages for any number of experts.
-        """
+        """Return layers in order, those of one input together, as all experts' gates and ups are, and their downs."""
         order: list[tuple[str, Tensor]] = []
         with contextlib.ExitStack() as hooks:
             for path in self.paths:
@@ -205,10 +199,7 @@ class _Stop(Exception):
 def _inputs_of(
     paths: list[str], block: nn.Module, states: Tensor, call: Call, routes: list[Tensor]
 ) -> dict[str, Tensor]:
-    """Return the inputs of a stage's layers for one batch, [tokens, I], by the layer at which they are read.
-
-    A mixture sends tokens to the experts in `routes`; where there are none, to its own, and notes them there.
-    """
+    """Return a stage's inputs for one batch, [tokens, I], by layer; a mixture follows `routes`, or notes its own."""
     seen: dict[str, Tensor] = {}
 
     def keep(path: str, _module: nn.Module, args: tuple[Tensor, ...]) -> None:

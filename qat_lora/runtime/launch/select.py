@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, cast
 
 import torch
 
-from qat_lora.config import common, option
+from qat_lora.config import HELP, common, option
 from qat_lora.errors import ConfigError, DeviceError
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.collectives import group_size, whole_number
@@ -75,13 +75,9 @@ class DeviceChoice:
 class ChipsConfig:
     """How many chips, and how they are driven."""
 
-    num_chips: str | None = common(
-        None, "chips (on a CPU: processes) of this machine to use: a number, or all; default: 1, with spmd all"
-    )
+    num_chips: str | None = common(None, HELP["num_chips"])
     parallel: Literal["spawn", "spmd"] = option("spawn", "on XLA: a process a chip (spawn), or one over all (spmd)")
-    shard_base: bool = option(
-        False, "spread the frozen weights over the chips instead of copying them: on XLA with spmd, else in recover"
-    )
+    shard_base: bool = option(False, HELP["shard_base"])
 
     def __post_init__(self) -> None:
         if self.num_chips not in (None, "all") and not (self.num_chips.isdecimal() and int(self.num_chips)):
@@ -102,10 +98,7 @@ class LaunchPlan(NamedTuple):
 
 
 def find_tpu(environ: Mapping[str, str], root: Path = Path("/")) -> str:
-    """Return what points to a TPU here, or an empty text: a device file, a PCI device, a variable of TPU machines.
-
-    `/dev/vfio` alone says nothing, since passed-through GPUs have it too; on newer TPUs it comes with the PCI device.
-    """
+    """Return what points to a TPU: a device file (not `/dev/vfio`, which GPUs have too), a PCI device or a variable."""
     # Not /dev/accel/accel0, which is the kernel's folder for other makers' accelerators.
     if files := sorted(root.glob("dev/accel[0-9]*")):
         return str(files[0])
@@ -311,10 +304,7 @@ def make_runtime(device: DeviceChoice, chips: ChipsConfig | None = None) -> Runt
 
 
 def select_runtime(device: str = "auto", tpu: bool = False, chips: ChipsConfig | None = None) -> Runtime:
-    """Return a runtime for this process alone, or for its part of a group; raises as `choose`, see `make_runtime`.
-
-    `tpu` is the same as `device="tpu"`; of `chips` only the way in which several are driven matters.
-    """
+    """Return a runtime for this process or its part of a group; `tpu` is `device="tpu"`; raises as `choose`."""
     return make_runtime(choose(device, tpu, look()), chips)
 
 

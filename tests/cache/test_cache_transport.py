@@ -17,7 +17,7 @@ import pytest
 
 from qat_lora.cache.format.records import optional_arrays
 from qat_lora.cache.storage.store import verify_cache
-from qat_lora.cache.tools.pack import pack_cache, unpack_cache
+from qat_lora.cache.tools.transport import pack_cache, unpack_cache
 from qat_lora.cli import main
 from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError
 
@@ -193,7 +193,7 @@ def test_a_pack_and_its_cache_are_written_to_a_disk(packed, tmp_path):
 
 @pytest.mark.parametrize("point", ["shard-written:2", "sidecar-synced", "manifest-written"])
 def test_a_kill_leaves_nothing_half_written(packed, tmp_path, point):
-    code = f"from qat_lora.cache.tools.pack import *; unpack_cache({str(packed)!r}, {str(tmp_path / 'c2')!r})"
+    code = f"from qat_lora.cache.tools.transport import *; unpack_cache({str(packed)!r}, {str(tmp_path / 'c2')!r})"
     environment = os.environ | {"QAT_LORA_FAILPOINT": point}
     died = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=100)
     assert died.returncode == -signal.SIGKILL, died.stderr.decode()[-500:]
@@ -205,13 +205,13 @@ def test_a_kill_leaves_nothing_half_written(packed, tmp_path, point):
 def test_a_kill_while_packing_leaves_no_pack(packed, tmp_path):
     code = """
 import os, signal, sys
-from qat_lora.cache.tools import pack
+from qat_lora.cache.tools import transport
 seen = []
 def progress(shard, size):
     seen.append(shard)
     if len(seen) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-pack.pack_cache(sys.argv[1], sys.argv[2], progress)
+transport.pack_cache(sys.argv[1], sys.argv[2], progress)
 """
     again = tmp_path / "p2.tar.zst"
     died = subprocess.run([sys.executable, "-c", code, str(tmp_path / "c"), str(again)], timeout=100)

@@ -1,18 +1,15 @@
-"""`cache pack` and `cache unpack`: a cache as one `.tar.zst` for moving it, and back to the same bytes.
+"""How a cache travels: as one archive and back to the same bytes, or as Parquet for tools that do not know our format.
 
-A pack is a tar archive under zstandard, which any machine can list. Two things are not as in `tar --zstd`. A shard's
-values are replaced by the differences of neighbours, byte plane by byte plane: they fall from entry to entry, which a
-compressor sees only in the differences (49 bytes a token instead of 89 at K = 64). And the sha256 of the compressed
-archive follows it in a frame that decompressors skip, so damage is found before anything is unpacked.
+`cache pack` makes a tar archive under zstandard, which any machine can list. Two things are not as in `tar --zstd`. A
+shard's values become the differences of neighbours, byte plane by byte plane: they fall from entry to entry, which a
+compressor sees only so (49 bytes a token instead of 89 at K = 64). And the sha256 of the compressed archive follows in
+a frame that decompressors skip, so damage is found before anything is unpacked. The archive is a pure function of the
+cache: the manifest's order, no dates, no owners. Unpacking takes no name from it: each member must be the regular file
+that the manifest has at this place, and is compared with its sha256.
 
-The archive is a pure function of the cache: members in the manifest's order, no dates, no owners. Unpacking takes no
-name from it: each member must be the regular file that the manifest has at this place, and is compared with its sha256.
-
-`cache export --parquet` writes a cache as one file for tools that know nothing of our format: DuckDB, pandas, polars,
-datasets. Nothing is lost or derived: every array of a shard becomes a column, one record a row of the cache, ids
-unpacked and document starts spelled out, fp16 values as they are stored. The cache itself is not Parquet because a
-trainer asks for single rows in random order, and Parquet decodes a whole group of them to find one. Groups of rows are
-written as they are read, from shards that are checked first, so memory does not grow with the cache.
+`cache export --parquet` loses and derives nothing: every array becomes a column, one record a row, ids unpacked, fp16
+values as they are stored. The cache itself is not Parquet because a trainer asks for single rows in random order, and
+Parquet decodes a whole group of them to find one. Groups are written as they are read, from shards checked first.
 """
 
 import hashlib
