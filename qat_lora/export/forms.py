@@ -29,8 +29,7 @@ from qat_lora.extras import require
 from qat_lora.layers.convert import block_of
 from qat_lora.models.load import CausalLM
 from qat_lora.models.student import Student
-from qat_lora.quant.allocate import Engine
-from qat_lora.quant.presets import PRESETS
+from qat_lora.quant.presets import PRESETS, Engine
 from qat_lora.quant.spec import QuantSpec
 
 

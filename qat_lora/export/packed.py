@@ -37,7 +37,7 @@ PORTABLE = (2, 4, 8)  # widths that every version of compressed-tensors packs al
 
 
 def plan_compressed(job: ExportJob) -> ExportPlan:
-    """Return what writes a packed base and its adapter; raises as `to_integers`; ModelError: experts none finds."""
+    """Return what writes a packed base and its adapter; raises as `to_integers`; ModelError: unreadable experts."""
     module = job.student.model.module
     if any(siblings_of(name) and file_name(module)(name) != name for name in lora_layers(module)):
         raise ModelError("form: PEFT and vLLM do not know adapters of these experts by our names; give merged or gguf")

@@ -77,12 +77,10 @@ class ObjectiveConfig:
             given = ",".join(f"{t:g}" for t in self.temperatures)
             what = f"{given} does not go with estimator {self.estimator}, whose draws are at temperature 1"
             raise ConfigError(f"temperature: {what}; give --temperature 1, or --estimator ghost or full")
-        if self.mixture is not None and self.estimator not in estimators.MIXTURES:
-            what = f"for estimators {', '.join(estimators.MIXTURES)} only, and it is {self.estimator}"
-            raise ConfigError(f"mixture: {what}; leave it out, or name one")
-        if self.draws is not None and self.estimator not in ("hybrid", "sampled"):
-            remedy = "leave it out, or name one"
-            raise ConfigError(f"draws: for estimators hybrid and sampled only, and it is {self.estimator}; {remedy}")
+        for name, users in {"mixture": tuple(estimators.MIXTURES), "draws": ("hybrid", "sampled")}.items():
+            if getattr(self, name) is not None and self.estimator not in users:
+                what = f"for estimators {', '.join(users)} only, and it is {self.estimator}"
+                raise ConfigError(f"{name}: {what}; leave it out, or name one")
         if not self.weights_at(0.0).keys() - {"anchor"}:
             what = "all are 0, which leaves nothing to learn"
             raise ConfigError(f"kd_weight, ce_weight, hard_top1_weight, hidden_weight: {what}; set one above 0")

@@ -179,7 +179,7 @@ def most_open() -> int:
 
 
 class Shard:
-    """The rows of a shard, in memory with `preload`; closed when nothing refers to it; CacheDamaged: no such file."""
+    """The rows of a shard, in memory with `preload`; closed when unused; CacheDamaged: none of its size and header."""
 
     def __init__(self, place: Location, entry: ShardEntry, fingerprint: Fingerprint, *, preload: bool = False) -> None:
         self._place, self._entry, self._table = place, entry, fingerprint.arrays

@@ -80,7 +80,7 @@ def _show(dataset: KDCacheDataset, row: int, tokens: int, decode: Decode | None)
 
 
 def plot_tail_mass(path: Place, out: str | Path) -> None:
-    """Draw the probability outside the top K as PNG; CacheError: unfinished, or K = 0; OutputExistsError; no extra."""
+    """Draw the mass outside the top K as PNG; CacheError: unfinished, K = 0; OutputExistsError; MissingExtraError."""
     out = Path(out)
     if os.path.lexists(out):
         raise OutputExistsError(f"--plot {out}: exists already and was not touched; delete it or choose another name")

@@ -160,7 +160,10 @@ def sensitivities(
         for name in squares:
             hooks.enter_context(model.get_submodule(name).register_forward_hook(watch(name)))
         hooks.enter_context(embedding.register_forward_hook(lambda _m, _i, output: output.detach().requires_grad_()))
-        hooks.enter_context(_computed_again([model.get_submodule(name) for name in blocks]))
+        for decoder in map(model.get_submodule, blocks):  # which keep only their inputs; gradients stay the same
+            again = functools.partial(_after_giving_back, decoder.forward)
+            again = functools.partial(checkpoint, again, use_reentrant=False, preserve_rng_state=False)
+            hooks.enter_context(computing_by(decoder, again))
         for batch in tqdm(batches, desc="sensitivity", unit="batch", disable=quiet):
             log_likelihood(batch).backward()
     tokens = {name: max(1, sum(map(len, parts))) for name, parts in squares.items()}
@@ -173,16 +176,15 @@ def _counts(values_TC: Tensor, mean_C: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _computed_again(blocks: list[nn.Module]) -> Iterator[None]:
-    """Let blocks keep only their inputs for the backward pass; gradients stay the same, bit for bit."""
-    for block in blocks:
-        again = functools.partial(_after_giving_back, block.forward)
-        block.__dict__["forward"] = functools.partial(checkpoint, again, use_reentrant=False, preserve_rng_state=False)
+def computing_by(block: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module compute by another function for a while."""
+    own = vars(block).get("forward")
+    vars(block)["forward"] = forward
     try:
         yield
     finally:
-        for block in blocks:
-            del block.__dict__["forward"]
+        del vars(block)["forward"]
+        vars(block).update({} if own is None else {"forward": own})
 
 
 def _after_giving_back(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -18,13 +18,14 @@ the blocks hand on what they get. Source: GPTAQ (arXiv 2504.02692); the target W
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import ModelError
+from qat_lora.layers.calibrate.fisher import computing_by
 from qat_lora.layers.calibrate.quantize import FEWEST_TOKENS, Finished, LayerFitter
 from qat_lora.layers.convert import block_of
 from qat_lora.layers.experts import Experts, siblings_of, tokens_of
@@ -255,24 +256,11 @@ def capture_calls(
             if not in_tuples:
                 with blocks[0].register_forward_hook(lambda _m, _i, out: in_tuples.append(isinstance(out, tuple))):
                     forward(batch)
-                for block in blocks:
-                    undo.enter_context(_handing_on(block, in_tuples[0]))
+                for block in blocks:  # their hidden states, as they come
+                    undo.enter_context(computing_by(block, lambda x, *_args, **_kwargs: (x,) if in_tuples[0] else x))
             else:
                 forward(batch)
     return states, calls
-
-
-@contextlib.contextmanager
-def _handing_on(block: nn.Module, in_tuple: bool) -> Iterator[None]:
-    """Let a block return its hidden states as they come."""
-    own = vars(block).get("forward")
-    block.forward = lambda states, *_args, **_kwargs: (states,) if in_tuple else states
-    try:
-        yield
-    finally:
-        del block.forward
-        if own is not None:
-            block.forward = own
 
 
 def run_block(block: nn.Module, states: Tensor, call: Call) -> Tensor:
