@@ -34,8 +34,7 @@ from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer
 from qat_lora.models.student import open_student
 from qat_lora.options import CacheBuildOptions, QatOptions, QuantizeOptions, RecoverOptions, RunConfig
-from qat_lora.quant.allocate import TargetConfig
-from qat_lora.quant.presets import preset
+from qat_lora.quant.presets import TargetConfig, preset
 from qat_lora.registry import COMMANDS
 from qat_lora.runtime.launch.start import run
 from qat_lora.setup import allocation

@@ -21,7 +21,7 @@ from qat_lora.layers.latent import Gradient
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.models.hub import HubConfig
-from qat_lora.quant.allocate import TargetConfig
+from qat_lora.quant.presets import TargetConfig
 from qat_lora.runtime.launch.select import ChipsConfig, check_device
 from qat_lora.train.blockwise import BlockwiseConfig
 from qat_lora.train.loop import LoopConfig

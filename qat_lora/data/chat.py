@@ -1,14 +1,13 @@
 """Chats to tokens, with a mask of what the assistant said.
 
-Which tokens are the assistant's is not in the token ids. Searching for marker strings needs a list of every
-model's markers, and `{% generation %}` blocks, the official way, are missing from most published templates
-(Qwen3's too). So the template itself is asked: the text up to an answer is the template's rendering of the
-messages before it with a generation prompt, the text after it the rendering of the messages with it. Both must be
-beginnings of the whole conversation's rendering, and that is checked. The whole is then tokenised as one text, so the
-ids are those that the model meets in use, and the tokenizer's character offsets carry the spans over to tokens.
+Which tokens are the assistant's is not in the token ids. Marker strings need a list of every model's, and
+`{% generation %}` blocks, the official way, are missing from most templates. So the template itself is asked: the text
+up to an answer is its rendering of the messages before with a generation prompt, the text after it that of the messages
+with the answer. Both must be beginnings of the whole chat's rendering, and that is checked. The whole is tokenised as
+one text, so the ids are those that the model meets in use, and the tokenizer's offsets carry the spans over to tokens.
 
-One exception is handled: templates of reasoning models write an (empty) thinking block into the last answer only. An
-earlier answer's rendering is then the same text without its beginning.
+One exception is known: templates of reasoning models write an (empty) thinking block into the last answer and leave it
+out of earlier ones. An earlier answer's rendering is then the same text without its beginning.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,11 +1,9 @@
 r"""Rows of local files: JSON lines, JSON arrays, Parquet.
 
 A row is parsed when it is used, so skipping to row n of a long file only reads lines. Files are read a row at a time,
-arrays too, so memory follows the longest row; a row of more than `ROW_CHARS` is refused. Parquet goes through pyarrow
-rather than `datasets`, which would first copy the file into its own cache.
-
-Any bytes are accepted. Bytes that are not UTF-8 become U+FFFD, and so does a lone surrogate (`"\ud800"`, half a UTF-16
-character, which JSON can express and no tokenizer accepts), in fields and in their names: see `well_formed`.
+arrays too, so memory follows the longest row; one of more than `ROW_CHARS` is refused. Parquet goes through pyarrow, as
+`datasets` would first copy the file into its own cache. Bytes that are not UTF-8 become U+FFFD, and so does a lone
+surrogate (`"\ud800"`, which JSON can express and no tokenizer accepts), in fields and in their names: `well_formed`.
 """
 
 import itertools

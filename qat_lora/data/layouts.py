@@ -1,13 +1,12 @@
 """Layouts of text: what a row's fields or a file's lines mean, one entry in one table each.
 
 A row of a data set is a text or a chat. Chats come in a few layouts that say the same with other fields; each becomes
-messages with `role` and `content`, which is what chat templates take. `CHATS` is the only place that knows a chat
-layout: to add one, write its reader and add its name to `Format`.
+messages with `role` and `content`, which is what chat templates take. To add one, write its reader into `CHATS` and add
+its name to `Format`.
 
-WikiText is distributed as lines, and the Hugging Face copies make every line a row of its own. Taken as documents those
-lines are orphans: a model sees sentences without their article, and a shuffle mixes articles. The title lines
-` = Title = ` (subtitles have more equals signs: ` = = History = = `) say where an article begins, which is enough to
-put the articles together again (Merity et al. 2016, "Pointer Sentinel Mixture Models").
+WikiText is distributed as lines, in the Hugging Face copies a row each. As documents those are orphans: a model sees
+sentences without their article. The title lines ` = Title = ` (subtitles have more equals signs: ` = = History = = `)
+are enough to put the articles together again (Merity et al. 2016, "Pointer Sentinel Mixture Models").
 """
 
 import re
@@ -27,10 +26,7 @@ ROLES = {"system": "system", "human": "user", "user": "user", **_ASSISTANT, "too
 
 
 def _sharegpt(row: Fields, where: str) -> list[Message]:
-    """Read `conversations`, a list of `from`/`value`; a `system_prompt` next to it comes first.
-
-    Answers before the first question are left out, as is usual with this layout: ShareGPT has many cut threads.
-    """
+    """Read `conversations` after a `system_prompt`; answers before the first question, as of cut threads, go."""
     turns = _turns(row, "conversations", "from", "value", where)
     if row.get("system_prompt") and turns and turns[0]["role"] != "system":
         turns.insert(0, {"role": "system", "content": _text(row, "system_prompt", where)})
@@ -60,10 +56,7 @@ KNOWN_BY["tokens"] = {"token_ids", "prompt_tokens"}
 
 
 def layout_of(row: Row) -> str:
-    """Tell a row's layout by its fields.
-
-    Chat layouts go before `text`: where both are there, the text is the chat as one model's template writes it.
-    """
+    """Tell a row's layout by its fields; chats go before `text`, which is then one model's rendering of the chat."""
     present = row.load().keys()
     return next((name for name, fields in KNOWN_BY.items() if fields <= present), "text")
 

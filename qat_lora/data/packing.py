@@ -1,17 +1,15 @@
 """Documents to rows of exactly L tokens, resumable at every row without a replay, and such rows as training data.
 
-Documents are concatenated and cut every L tokens. Padding each document to L wastes most of a batch on short texts,
-truncating loses the ends of long ones, and best-fit packing needs a buffer of documents, which would have to be saved
-to resume. Cutting loses no token, and its whole state is one position in the text: the cursor {"document": index,
-"token": offset} of the next row's first token. To resume, that one document is encoded again up to the offset.
-Documents arrive in pieces (`tokenize.py`), so memory depends neither on their size nor on their number.
+Documents are concatenated and cut every L tokens. Padding each to L wastes most of a batch on short texts, truncating
+loses the ends of long ones, and best-fit packing needs a buffer of documents, which would have to be saved to resume.
+Here the whole state is the cursor {"document": index, "token": offset} of the next row's first token: that one document
+is encoded again up to the offset. Documents arrive in pieces (`tokenize.py`), so memory depends on no size or number.
 
-Attention and positions restart where a document begins in a row (`doc_starts`), also one that continues from the row
-before. Nothing predicts the first token there, so its `loss_mask` is 0.
+A row knows where its documents begin (`doc_starts`), because attention and positions restart there. A document that
+continues in the next row starts anew there. Nothing predicts a document's first token in a row: its `loss_mask` is 0.
 
-Training without a teacher holds all rows (`TextDataset`), because the order is a permutation of them: a stream could
-only be shuffled through a buffer and not be resumed at an arbitrary step. It costs nine bytes a token (0.9 GB for 100
-million tokens); longer texts should become a KD cache, whose rows are read on demand.
+Training without a teacher holds all rows (`TextDataset`): the order is a permutation of them, and a stream could not be
+resumed at an arbitrary step. That is nine bytes a token; longer texts should become a KD cache, read on demand.
 """
 
 import itertools

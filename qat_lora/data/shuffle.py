@@ -1,13 +1,13 @@
 """The order in which rows are trained on: a pure function of seed, epoch and step.
 
 There is no iterator state to save or to lose: the global batch of step 41,000 is computed, not replayed, so a run
-resumes at any step at once, with another number of replicas if need be. Loaders that shuffle through a buffer or
-split files among workers can do neither, and repeat or drop rows when counts do not divide; here the last global
-batch of an epoch is filled with row -1 (fully masked), so every row counts exactly once and no shape ever changes.
+resumes at any step at once, with another number of replicas if need be. Loaders that shuffle through a buffer or split
+files among workers can do neither, and repeat or drop rows when counts do not divide; here an epoch's last global batch
+is filled with row -1 (fully masked), so every row counts exactly once and no shape ever changes.
 
 The order is a keyed bijection of 0..N-1 (a Feistel network with cycle walking), evaluated only at the rows of the
-batch: a stored permutation of ten million rows would cost 80 MB and a second per process and epoch, and NumPy does
-not promise that its shuffles stay the same between releases.
+batch: a stored permutation of ten million rows would cost 80 MB and a second per process and epoch, and NumPy does not
+promise that its shuffles stay the same between releases.
 """
 
 from abc import ABC, abstractmethod

@@ -1,7 +1,7 @@
 """The model card of an exported folder: what it is, what made it, what was measured, what was not checked.
 
-Everything on it is read from files of the earlier commands (the run's config.yaml, the cache's manifest, an
-evaluation's scores). What cannot be read is called unknown, never guessed. Paths are cut to their last part.
+Everything is read from files of the earlier commands (the run's config.yaml, the cache's manifest, an evaluation's
+scores). What cannot be read is called unknown, never guessed. Paths of the machine are cut to their last part.
 """
 
 import json

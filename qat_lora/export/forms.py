@@ -29,8 +29,7 @@ from qat_lora.extras import require
 from qat_lora.layers.convert import block_of
 from qat_lora.models.load import CausalLM
 from qat_lora.models.student import Student
-from qat_lora.quant.allocate import Engine
-from qat_lora.quant.presets import PRESETS
+from qat_lora.quant.presets import PRESETS, Engine
 from qat_lora.quant.spec import QuantSpec
 
 
@@ -133,7 +132,10 @@ def adapter_bytes(engine: Engine, rows: int, columns: int, rank: int) -> int:
 
 
 def other_bytes(engine: Engine, module: Any, quantised: Names[str], itemsize: int) -> int:
-    """Return the bytes of all tensors but weights of `quantised` layers, tied once, by the bytes of a number."""
+    """Return the bytes of all tensors but the weights of `quantised` layers, in exports with their default settings.
+
+    Tied tensors count once; `itemsize`: bytes of a number in the files of the full-precision `module`.
+    """
     of_codes = {id(part.weight) for name, part in module.named_modules() if name in quantised}
     tables = {id(table.weight) for table in dense_tables(module).values()}
     total = 0

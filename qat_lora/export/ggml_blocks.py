@@ -1,12 +1,9 @@
 """GGML's block types: the bytes in which llama.cpp keeps a weight, from codes, steps and multiples as plain arrays.
 
-The gguf library decodes these types but encodes few of them, and its encoders round a dense weight anew. Here the codes
-that trained are laid out as they are. What a layer became is then read back by the library's own decoder, so "exact"
-is said of the bytes in the file and not of an intention. Of `Q2_0` llama.cpp holds codes {-1, 0, 1, 2}, ours negated,
-so the step changes its sign.
-
-Layouts: llama.cpp's ggml-common.h and ggml-quants.c. A byte holds codes that are a quarter or half of a stretch apart,
-which lets a vector unit take them apart by one shift.
+The gguf library encodes few of these types, and rounds a dense weight anew. Here the codes that trained are laid out as
+they are, and read back by the library's own decoder: "exact" is said of the bytes in the file and not of an intention.
+Of `Q2_0` llama.cpp holds codes {-1, 0, 1, 2}, ours negated, so the step changes its sign. Layouts: llama.cpp's
+ggml-common.h and ggml-quants.c; a byte holds codes that are a quarter or half of a stretch apart, for vector units.
 """
 
 from dataclasses import dataclass

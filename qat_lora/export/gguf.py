@@ -3,15 +3,11 @@
 A layer goes into the smallest of GGML's types that holds its codes exactly: presets named after a type into that one,
 half-integer codes of 2 bits and integers of 3 and 4 into Q4_0 (a group of 64 is two blocks with the same step), wider
 ones into Q8_0. What no type holds exactly (look-up tables, low-rank scales, zero points) is rounded to Q4_0 and the
-error stated, or written dense if the user asks for that. Quantising the dense weight with llama.cpp's own tools would
-choose new steps and undo part of the recovery.
-
-(llama.cpp rounds *activations* to 8 bits in its products with quantised weights on a CPU; that is its arithmetic, and
-the weights in the file are ours bit for bit.)
+error stated, or written dense if the user asks for that. llama.cpp's own tools would choose new steps and undo part of
+the recovery. (llama.cpp rounds *activations* to 8 bits on a CPU; the weights in the file are ours bit for bit.)
 
 `gguf-merged` is base and adapter as one file: their sum in one dense type, for engines that take no adapter, and for
-Ollama, whose `Modelfile` stands beside it (making a model of base and adapter works in some of its versions only). The
-sum is not quantised again here, which would undo the recovery.
+Ollama, whose `Modelfile` stands beside it. The sum is not quantised again, which would undo the recovery.
 """
 
 from collections import Counter
@@ -127,7 +123,7 @@ def _rows(model: CausalLM) -> int:
 def save_base(
     model: CausalLM, found: Mapping[str, Blocks | None], tokenizer: Any, file: Path, dtype: str, name: str
 ) -> None:
-    """Write a model without its adapter as GGUF: blocks of `found`, float32 vectors, the rest of `dtype`."""
+    """Write a model without adapter as GGUF: `found` as blocks, vectors float32, the rest in `dtype`; or ModelError."""
     gguf = require("gguf", "export")
     writer = gguf.GGUFWriter(file, architecture(model).name)
     gguf_model.write_settings(writer, model, _rows(model))
@@ -177,7 +173,7 @@ def _stacked(experts: list[Blocks], label: str) -> Blocks:
 
 
 def save_lora(model: CausalLM, file: Path, name: str, bits: int = 16) -> None:
-    """Write an adapter as GGUF, float16 or with 8 `bits` Q8_0 where blocks fit; ModelError: an overflow."""
+    """Write an adapter for llama.cpp's `--lora` in float16, with 8 `bits` Q8_0 where blocks fit; or ModelError."""
     gguf = require("gguf", "export")
     layers = lora_layers(model.module)
     writer = gguf.GGUFWriter(file, architecture(model).name)

@@ -2,16 +2,14 @@
 
 Names come from the gguf library's own map. Settings are what llama.cpp's converter writes and its loader reads; where
 the loader takes something for granted (a scale of attention, an activation, a pattern of windows), a model that has it
-otherwise is refused, since it would load and compute something else.
-
-Two conventions differ from transformers. In the rotary embedding of Llama and Granite heads llama.cpp pairs adjacent
-rows, transformers the two halves: rows of queries and keys are reordered. Gemma's norms multiply by 1 + w: GGUF has the
-sum.
+otherwise is refused, since it would load and compute something else. Two conventions differ from transformers: in the
+rotary embedding of Llama and Granite heads llama.cpp pairs adjacent rows, transformers the two halves, so rows of
+queries and keys are reordered; Gemma's norms multiply by 1 + w, and GGUF has the sum.
 """
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +29,7 @@ class Architecture(NamedTuple):
 
     name: str  # in GGUF
     biases: str = "-"  # pattern of layers that may have one
-    ropes: tuple[str, ...] = ("default", "linear", "yarn")
+    ropes: Sequence[str] = ("default", "linear", "yarn")
     permuted: bool = False  # whether rows of query and key heads change their order
     normed: bool | None = None  # whether the weights of a token's experts sum to one; None: there are no experts
 
@@ -41,21 +39,8 @@ class Architecture(NamedTuple):
         return self.name.startswith("gemma")
 
 
-_ALL, _ROTARY = r"(q|k|v|o|gate|up|down)_proj$", ("default", "linear", "yarn", "llama3")
-ARCHITECTURES = {
-    "qwen2": Architecture("qwen2", r"(q|k|v)_proj$"),
-    "qwen3": Architecture("qwen3"),
-    "llama": Architecture("llama", _ALL, _ROTARY, permuted=True),
-    "mistral": Architecture("llama", _ALL, _ROTARY, permuted=True),
-    "gemma2": Architecture("gemma2", ropes=("default",)),
-    "gemma3_text": Architecture("gemma3", ropes=("default", "linear")),
-    "phi3": Architecture("phi3", ropes=("default", "longrope")),
-    "granite": Architecture("granite", _ALL, _ROTARY[:3], permuted=True),
-    "qwen3_moe": Architecture("qwen3moe", normed=True),
-    "mixtral": Architecture("llama", ropes=_ROTARY, permuted=True, normed=True),
-    "olmoe": Architecture("olmoe", normed=False),
-}
-"""By transformers' `model_type`."""
+_TABLE = yaml.safe_load(Path(__file__).with_name("gguf_architectures.yaml").read_text(encoding="utf-8"))
+ARCHITECTURES = {kind: Architecture(**of) for kind, of in _TABLE.items()}  # by transformers' `model_type`
 
 
 def architecture(model: CausalLM) -> Architecture:

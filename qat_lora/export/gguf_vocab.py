@@ -1,38 +1,23 @@
 """A tokenizer as GGUF holds it, so that llama.cpp makes the same tokens of a text.
 
-llama.cpp does not read a tokenizer's description. Of byte-level BPE it knows splitting rules by name, and a wrong name
-gives other tokens without a warning. Of SentencePiece it wants a score for each token and joins the two neighbours
-whose joint token scores highest, where a tokenizer.json lists joins in order of rank; scores are found back from ranks,
-which is possible where that list names every way to split a token, as those made from a SentencePiece model do.
-What is not recognised is refused.
+Of byte-level BPE llama.cpp knows splitting rules by name, and a wrong name gives other tokens without a warning. Of
+SentencePiece it wants a score for each token and joins the two neighbours whose joint token scores highest, where a
+tokenizer.json lists joins in order of rank; scores are found back from ranks, which is possible where that list names
+every way to split a token, as those made from a SentencePiece model do. What is not recognised is refused.
 """
 
 import json
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 from qat_lora.errors import ModelError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # gguf.TokenType
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-
-
-def _by_case(ends: str, digits: str) -> str:
-    start = r"[^\r\n\p{L}\p{N}]?"
-    words = f"{start}{_UPPER}*{_LOWER}+{ends}|{start}{_UPPER}+{_LOWER}*{ends}"
-    return words + rf"|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|" + _SPACES
-
-
-SPLITS = {
-    (_WORDS + r"\p{N}" + _REST, False): "qwen2",
-    (_WORDS + r"\p{N}{1,3}" + _REST, True): "llama-bpe",
-    (_WORDS + r"\p{N}{1,3}" + _REST, False): "dbrx",
-    (_by_case("", ""), True): "tekken",
-    (_by_case(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "{1,3}"), False): "gpt-4o",
-}
+_RULES = yaml.safe_load(Path(__file__).with_name("gguf_splits.yaml").read_text(encoding="utf-8"))
+SPLITS = {(rule["pattern"], rule["whole_words"]): name for name, rule in _RULES.items()}
 """llama.cpp's name of a splitting rule, by pattern and by whether a word that is a token is taken whole."""
 NAMES = ("gpt-2", "starcoder", *SPLITS.values())
 
@@ -80,11 +65,11 @@ def vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
     return Vocabulary("default", tokens, kinds, [], scores, prefix, strips)
 
 
-PHI_3 = {"<unk>", "<s>", "</s>", "<|endoftext|>"}
+PHI_3 = {"<unk>", "<s>", "</s>", "<|endoftext|>"}  # a name with `phi-3` needs them: its tokens then take spaces away
 
 
 def write_vocabulary(writer: Any, vocab: Vocabulary, tokenizer: Any, name: str) -> None:
-    """Write a name, tokenizer tables, special tokens and chat template; llama.cpp looks for `phi-3` in the name."""
+    """Write a model's name, a tokenizer's tables, special tokens and chat template into a GGUF file in the making."""
     name = re.sub("(?i)phi-?3", "phi", name)
     writer.add_name(f"{name} (phi-3)" if vocab.strips and set(vocab.tokens) >= PHI_3 else name)
     writer.add_tokenizer_model("gpt2" if vocab.scores is None else "llama")

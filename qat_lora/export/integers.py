@@ -1,22 +1,16 @@
 """A quantised layer as the integers and steps that other tools' containers hold.
 
 Containers know one form: an integer times the step of its group. Integer codes have it. Half-integer codes get it by
-doubling, (q + 1/2) s = (2 q + 1) (s / 2): exact, since halving a float16 is, at the price of one more bit; the zero
-points that containers offer are integers and cannot be 1/2. A group that does not divide the row is cut to one that
-does, with its step repeated: exact as well, at the price of more steps.
+doubling, (q + 1/2) s = (2 q + 1) (s / 2): exact, at the price of one more bit; the zero points that containers offer
+are integers. A group that does not divide the row is cut to one that does, its step repeated: exact as well. Look-up
+tables, zero points and scales without groups are rounded again, and the error is measured, never assumed to be small.
+Containers name and turn the two differently, but GPTQ's words, MLX's, and our bytes are one little-endian stream.
 
-Look-up tables, zero points and scales without groups have no such form. They are rounded again, and the error is
-measured, never assumed to be small.
-
-Containers that hold them differ in how they name and turn the two, not in how they pack codes: GPTQ's words of 32 bits,
-MLX's, and our bytes are the same little-endian stream, at 3 bits too.
-
-The embedding and the LM head, most of the file of a 2-bit model of 0.6 B, go on a grid of few bits. The quantiser is
-the layers' own (`quantize_weight`, weighted clip search), so codes and steps go into a container as they are. Plain
-rounding treats all columns alike. What an LM head's error does to a logit, though, is weighted by the hidden state that
-meets it, so column i counts by E[x_i²] of the final norm's output: measured on text, or without any the square of the
-norm's gain, which is that mean for states of equal variance. A table that only embeds has no such weights: each of its
-rows is used as it is. A head that the preset quantised keeps its codes and is not seen here.
+The embedding and the LM head, most of the file of a 2-bit model of 0.6 B, go on a grid of few bits by the layers' own
+quantiser (`quantize_weight`, weighted clip search). What an LM head's error does to a logit is weighted by the hidden
+state that meets it, so column i counts by E[x_i²] of the final norm's output: measured on text, or without any the
+square of the norm's gain, which is that mean for states of equal variance. A table that only embeds has no such
+weights. A head that the preset quantised keeps its codes and is not seen here.
 """
 
 from __future__ import annotations
@@ -132,10 +126,7 @@ def cut_group(layer: QuantLinear, allowed: tuple[int, ...] = ()) -> int | None:
 
 
 def as_integers(layer: QuantLinear, bits: int, group: int | None = None) -> Integers:
-    """Return a layer as integers of `bits` bits: exact where its codes allow it, else rounded again.
-
-    `group` divides what `cut_group` gives. ConfigError: codes that have an exact form, but not in so few bits.
-    """
+    """Return a layer as integers, exact or else rounded; `group` divides `cut_group`'s; ConfigError: too few bits."""
     needed = needed_bits(layer.spec)
     if needed is None:
         return rounded(layer, bits)
@@ -171,7 +162,7 @@ def affine(codes_OI: Tensor, spec: QuantSpec, meaning: Meaning, group: int) -> I
 
 
 def with_integers(module: nn.Module, found: Mapping[str, Container | None]) -> nn.Module:
-    """Give a model a container's weights, in place; None keeps a layer, and tied matrices stay one."""
+    """Give a model, in place, the weights of a container; layers become dense, tables stay tied; None: as it is."""
     layers = quant_layers(module)
     for name, integers in found.items():
         if integers is None:
@@ -249,7 +240,7 @@ def dense_tables(module: nn.Module) -> dict[str, nn.Embedding | nn.Linear]:
 
 @torch.no_grad()
 def head_importance(model: CausalLM, batches: Iterable[Batch] | None) -> Tensor:
-    """Return the mean square of what the LM head reads, float32 [H]; without text that of a constant input."""
+    """Return the mean square of what the LM head reads, float32 [H], over batches; without them, the gain's square."""
     if batches is None:
         norm = model.backbone.norm
         return norm(torch.ones_like(norm.weight)).float().square().cpu()

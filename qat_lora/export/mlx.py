@@ -1,16 +1,14 @@
 """A folder for mlx-lm: packed base with scales and biases, tokenizer, and the adapter in `adapters/`.
 
 MLX holds w = q s + b: codes q from 0, a float16 step s and a float16 bias b of every 32, 64 or 128 inputs. Integer
-codes have b = -2^(bits-1) s, which is a float16 whenever s is: exact. The biases of half-integers and of codes with
-zero points or minima are rounded to float16, a change of 2^-11 of themselves or less, which is measured with the rest.
-Groups of other sizes, tables and low-rank scales are rounded again.
+codes have b = -2^(bits-1) s, a float16 whenever s is: exact. The biases of half-integers and of codes with zero points
+or minima are rounded to float16, a change of 2^-11 of themselves or less, which is measured with the rest. Groups of
+other sizes, tables and low-rank scales are rounded again.
 
 MLX computes in the type of the activations: float16 here, but for the norm before the LM head, which is float32 and
-makes the logits so too. Float16 logits are off by up to 7e-3 of the largest on a CPU, which sums in that type, and
-mlx-lm takes their logarithms as they are.
-
-The tensors are written from torch: mlx's own package is only for Apple and a few servers, and its `quantize` would
-choose steps of its own. Layers keep their names; a tied embedding is stored once, and mlx-lm uses it as the LM head.
+makes the logits so too; float16 logits are off by up to 7e-3 of the largest on a CPU. The tensors are written from
+torch: mlx's own package is only for Apple and a few servers, and its `quantize` would choose steps of its own. A tied
+embedding is stored once, and mlx-lm uses it as the LM head.
 
 Source: `mlx.core.quantize` for the packing, a stream of bits in words of 32; mlx-lm's `load_adapters` for `adapters/`.
 """
@@ -125,7 +123,7 @@ def entries(packed: dict[str, Integers]) -> dict[str, Any]:
 
 
 def save_adapters(model: CausalLM, out: Path) -> None:
-    """Write an adapter as mlx-lm trains them: float16 factors [I, r] and [r, O], zeros where a block has none."""
+    """Write an adapter as mlx-lm trains them: float16 [I, r] and [r, O]; blocks without one get zeros from it."""
     layers = lora_layers(model.module)
     rank, scale = max((layer.lora_A.shape[0], layer.scaling) for layer in layers.values())  # all have one scale
     factors = {}

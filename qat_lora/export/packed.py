@@ -1,18 +1,15 @@
 """The packed base as vLLM and transformers read it, compressed-tensors or GPTQ, with the adapter in PEFT's form.
 
-(`models/packed.py` has our readers.)
-
 `compressed-tensors`: the library's own `compress` quantises a dense weight, which would round our codes a second time.
-So tensors are written here one by one, with its packing function and its config schema: it reads back what is written.
-Integer codes keep their width. Others take one of 2, 4 and 8 bits unless the user names one: those do not cross a
-32-bit word, and every version of the library packs them alike. The layout of 3 bits changed (ten codes to a word up to
-0.15, no gaps in 0.20), so a 3-bit folder loads only with a version that packs as the one that wrote it.
+So tensors are written one by one, with its packing function and its config schema. Integer codes keep their width.
+Others take one of 2, 4 and 8 bits unless the user names one: those do not cross a 32-bit word, and every version of the
+library packs them alike. The layout of 3 bits changed (ten codes to a word up to 0.15, no gaps in 0.20).
 
 GPTQ, which GPTQModel reads too: a weight is (q - z) s, with whole q and z. Our integer codes are that with
-z = 2^(bits-1), of which GPTQ's first format stores one less; a step below zero changes nothing. Its second format
-stores z as it is, and fewer readers know it. Only exact layers are written: GPTQModel would quantise the original
-better than we could round codes a second time. Codes and zero points are one stream of bits, in which 3-bit codes cross
-words of 32 bits; the tensors are [I, O]. Source: AutoGPTQ's `pack`, which GPTQModel's `pack_original` keeps.
+z = 2^(bits-1), of which GPTQ's first format stores one less; its second stores z as it is, and fewer readers know it.
+Only exact layers are written: GPTQModel would quantise the original better than we could round codes a second time.
+Codes and zero points are one stream of bits, in which 3-bit codes cross words of 32 bits; the tensors are [I, O].
+Source: AutoGPTQ's `pack`, which GPTQModel's `pack_original` keeps. (`models/packed.py` has our readers.)
 """
 
 import json
@@ -41,7 +38,7 @@ PORTABLE = (2, 4, 8)  # widths that every version of compressed-tensors packs al
 
 
 def plan_compressed(job: ExportJob) -> ExportPlan:
-    """Return what writes a packed base and its adapter; ModelError: experts' adapters that readers would not find."""
+    """Return what writes a packed base and its adapter; raises as `to_integers`; ModelError: unreadable experts."""
     module = job.student.model.module
     if any(siblings_of(name) and file_name(module)(name) != name for name in lora_layers(module)):
         raise ModelError("form: PEFT and vLLM do not know adapters of these experts by our names; give merged or gguf")
@@ -51,10 +48,7 @@ def plan_compressed(job: ExportJob) -> ExportPlan:
 
 
 def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
-    """Return every quantised layer as integers: of its own width, or of the least portable one that holds the codes.
-
-    ModelError: the model has no quantised layer; ConfigError: the user's `container_bits` are too few for exact codes.
-    """
+    """Return layers as integers of their own or the least portable width; ModelError: none; ConfigError: few bits."""
     found = {}
     for name, layer in packable(module).items():
         if LM_HEAD.search(name):

@@ -1,18 +1,15 @@
 """The forms that pack nothing: dense merged weights, adapter and base as they are, one file for `torch.load`.
 
 `merged` folds codes, scales and adapter into ordinary weights that any tool loads. The size advantage is gone; the
-recovered quality stays, for tools that know neither our codes nor adapters. The sum is not quantised again: an
-adapter's change smaller than half a code step would be rounded away.
+recovered quality stays. The sum is not quantised again: a change smaller than half a code step would be rounded away.
 
-`adapter` is one folder that PEFT opens, and `base/` in it is the one base that the adapter fits. An adapter is worth
+`adapter` is one folder that PEFT opens, and `base/` in it is the one base that the adapter fits: an adapter is worth
 nothing without the exact codes that it corrects, and other tools export it alone, with a path on the trainer's disk as
-the name of its base. Here the weights are copied byte for byte, so the base keeps the fingerprint that the adapter
-carries, and the copy is checked against it.
+the name of its base. The weights are copied byte for byte, so the base keeps the fingerprint that the adapter carries.
 
 `pt` is `best.pt`, which the guide's users carry between their scripts: the module's state dict and nothing else, plain
 tensors, so that `weights_only=True` reads it and no code runs. It is pickled, so `push` refuses it; our commands read
-it with `config.json` and the checksums beside it, tensors alone. `Runtime.save` writes safetensors, which is why
-`torch.save` is called here; the folder that it writes into is moved into place as a whole.
+it with `config.json` and the checksums beside it. `torch.save` is called here, since `Runtime.save` writes safetensors.
 """
 
 import shutil
@@ -42,7 +39,7 @@ DROPPED = (
 
 
 def plan_merged(job: ExportJob) -> ExportPlan:
-    """Return what writes base and adapter, merged in float32 and rounded once; ModelError: nothing to merge."""
+    """Return what writes a student as dense weights, its float32 sum rounded once; ModelError: nothing to merge."""
     model = job.student.model
     if not quant_layers(model.module) and not lora_layers(model.module):
         raise ModelError("model: has neither quantised layers nor adapters, so there is nothing to merge")

@@ -1,14 +1,13 @@
 """Checksums of the files we write, in the format of `sha256sum -c SHA256SUMS`, and the identity of a model.
 
 Safetensors has no checksum: a flipped bit in a weight gives a slightly different model, and no loader notices. So every
-folder that can be loaded by itself (checkpoint, adapter, student, export) gets a `SHA256SUMS`, written last. Checksums
-inside each file would need a reader of our own for every format; these survive copying and can be checked with standard
-tools. In a checkpoint missing sums are damage; in a model, adapter or export, where `qat_lora.json` promises them. Not
-`config.json`: transformers copies unknown keys of a config along, so a model that somebody fine-tunes and saves would
-promise sums that nobody wrote.
+folder that can be loaded by itself gets a `SHA256SUMS`, written last. Checksums inside each file would need a reader of
+our own for every format; these survive copying and can be checked with standard tools. In a checkpoint missing sums are
+damage; in a model, adapter or export, where `qat_lora.json` promises them. Not `config.json`: transformers copies
+unknown keys along, so a model that somebody fine-tunes and saves would promise sums that nobody wrote.
 
-A base, teacher or adapter is known by one sha256 over its weights and settings: with another `rms_norm_eps` the same
-weights compute something else. Settings that change nothing, such as the version that wrote them, are left out.
+A base, teacher or adapter is known by one sha256 over its weights and those settings that change what they compute,
+such as `rms_norm_eps`; the version that wrote them and notes for people are left out.
 """
 
 import fnmatch
@@ -51,14 +50,11 @@ def _sha256(path: str, _inode: int, _size: int, _changed_ns: int) -> str:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; ModelError if it cannot be read, is no JSON object, or a number in it is none.
-
-    A model's own `config.json` may hold infinities (Mamba's `time_step_limit`), which transformers writes so.
-    """
+    """Return the object in a JSON file; ModelError: it cannot be read, is no JSON object, or a number in it is none."""
 
     def number(text: str) -> float:
         value = float(text)
-        if math.isnan(value) or math.isinf(value) and file.name != "config.json":
+        if math.isnan(value) or math.isinf(value) and file.name != "config.json":  # Mamba's has infinities
             raise ValueError(f"{text} is no {'' if math.isnan(value) else 'finite '}number")
         return value
 
@@ -144,7 +140,7 @@ def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
 
 
 def checkpoint_sha256(folder: Path) -> str:
-    """Return the identity of a folder's weights and settings, of a file its sha256; ModelError: neither is there."""
+    """Return the identity of a folder's weights and settings, of a file its sha256; ModelError: none, or no object."""
     if folder.is_file():
         return sha256_of(folder)
     weights = hashlib.sha256()

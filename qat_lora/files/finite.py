@@ -1,9 +1,9 @@
 """NaN and infinity, caught before they are used or written, in tensors and in JSON.
 
-One NaN in a scale makes a whole model's output NaN without an error: comparisons with it are false, averages absorb it,
-and Python's JSON writes a word that no other reader accepts. So every tensor is checked once when it is read and once
-before it is written. Its minimum and maximum suffice: both are NaN if any entry is, and an infinity is one of the two.
-That takes one pass and no memory; `torch.isfinite` takes a hundred times as long.
+One NaN in a scale makes a whole model's output NaN without an error, and Python's JSON writes a word that no other
+reader accepts. So every tensor is checked once when it is read and once before it is written, by its minimum and
+maximum: both are NaN if any entry is, and an infinity is one of the two. That takes one pass and no memory;
+`torch.isfinite` takes a hundred times as long.
 """
 
 import json

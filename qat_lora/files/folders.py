@@ -1,21 +1,20 @@
 """Files that are whole or not there, locks, and a run's own files: listed first, never written over anybody else's.
 
-A run keeps a list of the files it writes (`qat_lora_files.txt`). `--overwrite` removes the listed files and no others,
-and a name that is taken by an unlisted file is refused. The usual alternative, a run that owns its folder and
-everything in it, deletes what people put there. The list is a write-ahead log: a kill leaves no file of a run unlisted.
-Files are known by name only, so a user's file under a listed name counts as the run's.
+A run lists the files it writes (`qat_lora_files.txt`). `--overwrite` removes the listed ones and no others, and a name
+that is taken by an unlisted file is refused; a run that owns everything in its folder deletes what people put there.
+The list is a write-ahead log: a kill leaves no file of a run unlisted. Files are known by name only, so a user's file
+under a listed name counts as the run's.
 
-A new file appears whole or not at all: temporary file, fsync, link, fsync of the folder. Writing under the final name
-leaves half a file after a kill, and rename without fsync leaves an empty one after a power cut. Rename also overwrites
-what another process has just finished; `link` refuses. The lock is `flock`, because the kernel drops it with the
-process, while a lock *file* would outlive a kill and block the next run. `failpoint` lets the tests kill a process at
-each named step: kills at random times almost never land inside a commit.
+A new file appears whole or not at all: temporary file, fsync, link, fsync of the folder. Under the final name a kill
+leaves half a file, rename without fsync leaves an empty one after a power cut, and overwrites what another process has
+just finished; `link` refuses. The lock is `flock`, which the kernel drops with the process, while a lock *file* would
+block the next run. `failpoint` lets the tests kill a process at each named step: at random times almost no kill lands
+inside a commit.
 
-A file is replaced by one rename. A folder cannot be, because rename refuses a target that is not empty. So the new
-folder is filled under another name, the old one is renamed away, the new one takes its name, other people's files move
-from the old one to the new one, and the old one is removed last. A kill leaves the old folder, the new folder, or,
-between the two renames, the old folder under its other name, which `restore_dir` renames back. Writing file by file
-into the folder itself could leave new factors with an old base, and nothing would notice when they are loaded.
+A file is replaced by one rename. A folder cannot be, because rename refuses a target that is not empty: the new one is
+filled under another name, the old one is renamed away, the new one takes its name, other people's files move over, and
+the old one is removed last. A kill leaves the old folder, the new one, or, between the two renames, the old one under
+its other name, which `restore_dir` renames back. Writing file by file could leave new factors with an old base.
 """
 
 import errno
@@ -51,10 +50,7 @@ def hold(root: Path, names: set[str]) -> None:
 
 
 def begin_list(root: Path, command: str, names: set[str]) -> None:
-    """Take a run's folder with the files that its list is to name; write the list anew where it says something else.
-
-    So too where it is cut short, or is a file under another name as well (`cp -l`), which would change with this one.
-    """
+    """Take a run's folder with its files; write its list anew if it differs, is cut short, or is hard-linked."""
     file = root / LIST
     if listed(root) != (command, names) or not file.read_bytes().endswith(b"\n") or file.stat().st_nlink > 1:
         header = f"# qat-lora {command}: files of this run; --overwrite removes them and no others\n"
@@ -127,7 +123,7 @@ def _run_of(path: Path) -> tuple[str, set[str] | None, str]:
 
 
 def _note(paths: Iterable[Path], folder: str = "") -> None:
-    """List files, or folders (`folder` is "/") that are a run's whole; a file in such a folder gets no line."""
+    """List files, or (`folder` is "/") folders with everything in them, whose files get no line of their own."""
     new: dict[str, list[str]] = {}
     for path in paths:
         root, known, name = _run_of(path)
@@ -193,7 +189,7 @@ def is_draft(draft: Path, text: str) -> bool:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a path to write; at a good end it takes the place of `path`. OutputExistsError: another's file is there."""
+    """Yield a draft's path; it takes the place of `path` if the block ends well. OutputExistsError: others' file."""
     draft = path.with_name(f".tmp-{path.name}" if is_part(path) else f".tmp-{os.getpid()}-{path.name}")
     _note([path, draft])
     with _replacing(path, draft):
@@ -220,10 +216,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_dir(final: Path) -> Iterator[Path]:
-    """Yield an empty folder to fill; when the block ends well it takes the place of `final`, else it is removed.
-
-    Files in `final` that the run did not write stay in it. OutputExistsError: one has the name of a file written.
-    """
+    """Yield an empty folder to take the place of `final`, where others' files stay, or an OutputExistsError."""
     restore_dir(final)
     draft, old = final.with_name(f".{final.name}.new"), _set_aside(final)
     with _filled(draft):
@@ -341,10 +334,7 @@ def _carry(path: Path, target: Path) -> None:
 
 
 def remove_listed(root: Path, names: set[str]) -> None:
-    """Remove what a held run has listed, but for the marks of runs in it, and the folders that are empty then.
-
-    A name that leads through a link is not what was written, and stays.
-    """
+    """Remove what a run has listed, but for marks and what links lead to, and the folders that are empty then."""
     for folder in {PurePosixPath(name).parent for name in names if name.endswith("/")}:
         if _leads_to(root, f"{folder}/x"):
             remove_leftovers(root / folder)
@@ -403,10 +393,7 @@ def failpoint(name: str) -> None:
 
 
 def write_new(path: Path, chunks: Iterable[bytes | memoryview], kind: str) -> tuple[int, str]:
-    """Write a file, which appears whole under a name that must be free, and stays; return its bytes and its sha256.
-
-    FileExistsError: `path` is there already, untouched; OSError: disk full, no permission; nothing is left behind.
-    """
+    """Write a file, whole under a free name; return bytes and sha256. FileExistsError; OSError: nothing is left."""
     partial, digest, size = path.with_name(f".{path.name}.tmp"), hashlib.sha256(), 0
     ours(partial), ours(path)
     try:

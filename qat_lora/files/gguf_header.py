@@ -1,11 +1,9 @@
 """The header of a GGUF file: its settings, and where each tensor lies, checked against the size of the file.
 
-The gguf library's reader follows every length that a file states: one damaged number keeps it counting for ever, a file
-that a download cut off ends in an error of NumPy, and the tokens of a large vocabulary become a million small arrays.
-Here a length is compared with what is left of the file before it is followed. What a block of a type holds is the
-library's table, and Q2_0, which it does not know yet (llama.cpp #24448).
-
-Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
+The gguf library's reader follows every length that a file states: one damaged number keeps it counting for ever, and
+the tokens of a large vocabulary become a million small arrays. Here a length is compared with what is left of the file
+before it is followed. What a block of a type holds is the library's table, and Q2_0, which it does not know yet
+(llama.cpp #24448). Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
 """
 
 import math

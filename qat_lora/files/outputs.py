@@ -1,9 +1,9 @@
 """Output folders: new, to be resumed, complete, or somebody else's.
 
 Every command claims its output folder with the settings that decide the content, and locks it while it writes. The same
-settings again mean "resume" or "already there"; other settings are refused with the name of the first that differs, and
-so is a second process. Only `--overwrite` removes anything: the files listed by an earlier run of the same command
-(`files/folders.py`), never other files, and nothing at all if an input is among them.
+settings again mean "resume" or "already there"; other settings, and a second process, are refused. Only `--overwrite`
+removes anything: the files listed by an earlier run of the same command (`files/folders.py`), and nothing at all if an
+input is among them.
 """
 
 import contextlib
@@ -128,10 +128,7 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool,
 
 
 def refuse_inputs(out: Path, inputs: Iterable[object], names: Iterable[str]) -> None:
-    """Refuse to remove what a command reads: a folder that is or holds an input, or files that are an input's too.
-
-    `inputs` are as they were given; `names` are the files in `out` that would be removed. OutputExistsError names one.
-    """
+    """Raise OutputExistsError where `out` is or holds an input, or its `names`, to be removed, are an input's."""
     home, doomed = out.resolve(), {_identity(out / name) for name in names} - {None}
     for given in filter(None, inputs):
         meant = Path(str(given).removeprefix("file://")).expanduser()
@@ -202,10 +199,7 @@ def _check_whole(out: Path, was: _Mark, names: Iterable[str]) -> None:
 
 
 def check_listed(file: Path) -> None:
-    """Compare a file with what the complete run in its folder says of it; a file of no such run passes.
-
-    DamagedFileError: the file is not what was written; OutputExistsError: the run's mark is damaged.
-    """
+    """Raise DamagedFileError unless a file is what its folder's complete run wrote; OutputExistsError: bad mark."""
     mark = file.parent / MARK
     found = _read(mark).files if mark.is_file() else {}
     if file.name in found and file.is_file() and sha256_of(file) != found[file.name][1]:

@@ -1,7 +1,7 @@
 """Pictures: one palette and one style for all, and a file that is whole or not there.
 
-The palette is here and nowhere else, so that a model has one colour in every picture that shows it. The style holds for
-our pictures only (`rc_context`): in a notebook the user's own figures stay as they are.
+The palette is here and nowhere else, so a model has one colour in every picture. The style holds for our pictures only
+(`rc_context`): in a notebook the user's own figures stay as they are.
 """
 
 import contextlib

@@ -151,7 +151,7 @@ def blocked_attention(
     keep: Keep,
     kernel: AttentionKernel | None = None,
 ) -> Tensor:
-    """Return what `tiled_attention` does, in few large blocks for a compiler that fuses, or by the device's kernel."""
+    """Return what `tiled_attention` does in few, large blocks without writes in place, or by a kernel that fits."""
     fits = kernel is not None and key_BGLD.shape == value_BGLE.shape and kernel.fits(query_BHLD, key_BGLD)
     chosen = kernel if kernel is not None and fits else _Blocks()
     settings = (scale, window)
@@ -260,7 +260,7 @@ class _TiledAttention(torch.autograd.Function):
 
 
 def _tiles(length: int, window: int | None) -> list[tuple[slice, slice]]:
-    """Return each tile's queries and keys; documents shorten none, or a row's last bit would depend on its batch."""
+    """Return each tile's queries and keys; documents shorten none: a row's last bit would depend on its batch."""
     before = length if window is None else window - 1
     return [(rows, slice(max(0, rows.start - before), rows.stop)) for rows in _slices(length, TILE)]
 
@@ -289,7 +289,7 @@ MASK_TILE = 128  # tokens on either side of a tile; rows of other lengths than m
 
 
 def document_block_mask(first_BL: Tensor) -> BlockMask:
-    """Return packed rows' block mask and read nothing back; `first` never falls along a row, `MASK_TILE` divides L."""
+    """Return packed rows' block mask, reading nothing back; L is a multiple of `MASK_TILE`, `first` never falls."""
     length = first_BL.shape[1]
     tile = torch.arange(length // MASK_TILE, device=first_BL.device)
     begin_BQ, end_BQ = first_BL[:, ::MASK_TILE] // MASK_TILE, first_BL[:, MASK_TILE - 1 :: MASK_TILE]

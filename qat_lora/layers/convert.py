@@ -104,7 +104,7 @@ def _kept_by(preset: Preset, name: str) -> str | None:
 
 
 def reach_of(model: nn.Module, preset: Preset, targets: Mapping[str, QuantSpec]) -> tuple[float, str]:
-    """Return the targets' share of the blocks' weights and a line on it, a warning if more than `MOST_LEFT` is left."""
+    """Return the share of blocks' weights that `targets` are, and a line; a warning where over `MOST_LEFT` is not."""
     matrices, reasons = _matrices(model), dict[str, list[str]]()
     for name in matrices.keys() - targets.keys():
         kept = _kept_by(preset, name)

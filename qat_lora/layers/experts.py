@@ -3,11 +3,9 @@
 transformers holds the experts of a layer in two stacked parameters, `gate_up_proj` and `down_proj`, which no code book,
 adapter or hook for linear layers reaches. Here each expert has its own `gate_proj`, `up_proj` and `down_proj`
 (`experts.3.gate_proj`): quantised by what its own tokens are, corrected by its own adapter, exported by its own name.
-The alternative, a quantised form of stacked parameters, would need a second of everything. The price is a loop over
-experts where transformers has one grouped product.
-
-All experts' `gate_proj` and `up_proj` run before the first `down_proj`, so that calibration fits a whole mixture in two
-stages. Routers stay as they are: they are a thousandth of the weights and decide everything that follows.
+A quantised form of stacked parameters would need a second of everything. The price is a loop over experts where
+transformers has one grouped product. All experts' `gate_proj` and `up_proj` run before the first `down_proj`, so that
+calibration fits a mixture in two stages. Routers, a thousandth of the weights, decide everything and stay as they are.
 """
 
 import re

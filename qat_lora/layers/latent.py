@@ -1,12 +1,10 @@
 """Weights that train inside their own quantiser: a float weight, rounded in every forward, straight-through behind.
 
 Codes cannot train, since rounding has no slope; so a float weight is kept as well, the *latent* weight, and the layer
-computes with the nearest code times its scale (`fake_quantize`). `Latent` trains the weight itself, as
-EfficientQAT and ParetoQ do; `LatentChange` a low-rank change of it, as LR-QAT, with nothing to merge later: the codes
-of the sum *are* the result. An adapter outside is stronger at equal rank, and costs bits and time forever.
-
-A latent weight starts at the point of its code's cell that is nearest to the full-precision weight, not at that
-weight itself: rounding W again would throw away the codes of an error-compensated start before the first step.
+computes with the nearest code times its scale (`fake_quantize`). `Latent` trains the weight itself, as EfficientQAT and
+ParetoQ do; `LatentChange` a low-rank change of it, as LR-QAT: the codes of the sum *are* the result. An adapter outside
+is stronger at equal rank, and costs bits and time forever. A latent weight starts at the point of its code's cell that
+is nearest to the full-precision weight: rounding W again would throw away the codes of an error-compensated start.
 
 Gradients through the rounding are conventions; ParetoQ found these best at each width:
 
@@ -17,8 +15,7 @@ Gradients through the rounding are conventions; ParetoQ found these best at each
 The forward is code value times scale, in `QuantLinear`'s order: trained weights and their saved codes agree to the last
 bit, which w + (ŵ - w).detach() would not. LSQ's factor on the scale's gradient is left out: AdamW cancels it.
 
-Sources: LR-QAT (arXiv 2406.06385) for the low-rank form; LSQ (arXiv 1902.08153); ParetoQ (arXiv 2502.02631); LSQ+
-(arXiv 2004.09576) for learned ranges.
+Sources: LR-QAT (arXiv 2406.06385) for the low-rank form; LSQ (1902.08153); ParetoQ (2502.02631); LSQ+ (2004.09576).
 """
 
 import math
@@ -159,10 +156,7 @@ class LatentChange(nn.Module):
 
 
 class Range(nn.Module):
-    """Scales and zero points of asymmetric codes, trained as the ends of their ranges (LSQ+).
-
-    A step of the scale or of the zero point alone moves both ends. Here each end gets the gradient of what it clips.
-    """
+    """Scales and zero points of asymmetric codes, trained as the ends of ranges (LSQ+), each by what it clips."""
 
     def __init__(self, scale: Tensor, zero: Tensor, bits: int) -> None:
         super().__init__()

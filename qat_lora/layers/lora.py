@@ -1,11 +1,11 @@
 """The recovery adapter: a low-rank correction of a linear layer that stays as it is.
 
-y = base(x) + (alpha / r) B A x, with A [R, I] and B [O, R] in float32 whatever the base computes in. Our own module
-rather than PEFT's, because recovery needs three things that PEFT's layers lack: a start from the quantisation error, a
-base of packed codes, and a forward of few operations: layers that read one input (queries, keys and values; gate and
-up) multiply it with their A's in one product (`SharedInput`), scaling is done on the R numbers of a position, and B's
-product is added to the base's output where it stands. In PEFT's form an adapter reads its input seven times a layer
-and its output three times each. Names and files are PEFT's (`models/adapter.py`), so the result loads there.
+y = base(x) + (alpha / r) B A x, with A [R, I] and B [O, R] in float32 whatever the base computes in. Our own module,
+because recovery needs three things that PEFT's layers lack: a start from the quantisation error, a base of packed
+codes, and a forward of few operations: layers that read one input (queries, keys and values; gate and up) multiply it
+with their A's in one product (`SharedInput`), scaling is done on the R numbers of a position, and B's product is added
+to the base's output where it stands. In PEFT's form an adapter reads its input seven times a layer and its output three
+times each. Names and files are PEFT's (`models/adapter.py`), so the result loads there.
 """
 
 import itertools

@@ -1,18 +1,17 @@
 """A linear layer whose weight is stored as packed codes and scales.
 
-The effective weight W = Q * S is formed first and then used in one matrix product, however the scales are shared: low-
-rank scales applied rank by rank cost one product per rank. Where W comes from is the layer's `source`, one small
-module per state. Whatever trains, the forward rounds scales and tables to float16: at any moment `stored()` describes
-the layer that computes, bit for bit, and `materialize()` turns the layer into it.
+The effective weight W = Q * S is formed first and then used in one matrix product: low-rank scales applied rank by rank
+would cost one product per rank. Where W comes from is the layer's `source`, one small module per state. Whatever
+trains, the forward rounds scales and tables to float16: at any moment `stored()` describes the layer that computes, bit
+for bit, and `materialize()` turns the layer into it.
 
-To PEFT and transformers the class is a `torch.nn.Linear` (`weight`, `in_features`, `isinstance`), but `weight` is
-computed: assigning to it or its `data` raises, or PEFT's merge, `weight.data += delta`, would lose the adapter.
+To PEFT and transformers the class is a `torch.nn.Linear`, but `weight` is computed: assigning to it, or to its `data`,
+raises. PEFT merges by `weight.data += delta`, which on a computed tensor would silently lose the adapter.
 
 `TiedEmbedding` looks its rows up in a quantised LM head. Small models tie the two, and their matrix is a large share of
-all weights (a quarter in Qwen3-0.6B); as codes for the LM head and floats for the embedding it would take more room
-than before. So the LM head holds codes, scales and whatever trains, and the embedding asks it for its weight.
-transformers ties *parameters* by name and would expect one here; so a checkpoint's config says
-`tie_word_embeddings: false`, and the preset in it says that the two are one.
+all weights (a quarter in Qwen3-0.6B); as codes for the one and floats for the other it would take more room than
+before. So the LM head holds codes, scales and whatever trains. transformers ties *parameters* by name and would expect
+one here; so a checkpoint's config says `tie_word_embeddings: false`, and the preset in it that the two are one.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class ComputedWeight(Tensor):
 
 
 class Packed(nn.Module):
-    """The stored codes, unpacked in every forward (least memory), or kept as values while scales or ranges train."""
+    """The stored codes, unpacked in every forward; or values `kept` for `train_scales` and `train_range`."""
 
     kept: Any
 
@@ -154,10 +153,7 @@ class Indexed(Packed):
 
 
 class Rounded(Packed):
-    """A float weight that every forward rounds, so that the codes train too (`train_weight`).
-
-    It keeps the code book where that is no table of the layer: sent in every forward, it would stop a GPU's queue.
-    """
+    """A float weight that every forward rounds (`train_weight`), and its book: sent anew it would stop a GPU queue."""
 
     def __init__(self, latent: Latent | LatentChange, gradient: Gradient, book: Tensor | None) -> None:
         super().__init__(book)
@@ -236,7 +232,7 @@ class QuantLinear(nn.Linear):
 
     @torch.no_grad()
     def stored(self) -> dict[str, Tensor]:
-        """Return the layer's tensors as they are, made on the host (no XLA graphs): integers packed, others float16."""
+        """Return the tensors that describe the layer now, codes packed, floats float16; computed on the host."""
         here = copy.deepcopy(self).cpu() if self._codes_may_change else self
         tensors: dict[str, Tensor] = {"codes": here.source.packed_codes(here), **here.named_scales()}
         tensors |= {name: getattr(here, name) for name in self.spec.whole}

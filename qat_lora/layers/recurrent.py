@@ -1,9 +1,9 @@
 """Layers that carry a state (gated delta rule, Mamba-2, short convolutions), with packed documents kept apart in it.
 
-Attention is told by a mask what a token may see; a state passes from token to token whatever the mask says. torch's
-functions for these layers know no documents (the CUDA packages do, in another form each), so documents are given to
-them as rows of their own. That is done inside the layer, around its convolution and its scan alone: what mixes no
-tokens, the projections and all that is quantised, still sees the packed rows once, as calibration expects.
+A state passes from token to token whatever the attention mask says. torch's functions for these layers know no
+documents (the CUDA packages do, in another form each), so documents are given to them as rows of their own, around a
+layer's convolution and scan alone: what mixes no tokens, the projections and all that is quantised, still sees the
+packed rows once, as calibration expects.
 
 Documents of about one length go together, padded behind, which a causal function never sees: at most twice the tokens,
 in at most log2 L calls. How many they are depends on the text, so XLA would compile every batch anew, and is refused.
@@ -12,26 +12,18 @@ in at most log2 L calls. How many they are depends on the text, so XLA would com
 import functools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 from torch import Tensor, nn
 
 from qat_lora.errors import ModelError
 
-# By model type, as tested against transformers document by document: its convolution, its scan.
-_CONVOLUTION, _DELTA, _MAMBA = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
-SUPPORTED = {
-    "bamba": (_CONVOLUTION, _MAMBA),
-    "falcon_h1": (_CONVOLUTION, _MAMBA),
-    "granitemoehybrid": (_CONVOLUTION, _MAMBA),
-    "lfm2": (_CONVOLUTION,),
-    "lfm2_moe": (_CONVOLUTION,),
-    "olmo_hybrid": (_CONVOLUTION, _DELTA),
-    "qwen3_5_moe_text": (_CONVOLUTION, _DELTA),
-    "qwen3_5_text": (_CONVOLUTION, _DELTA),
-    "qwen3_next": (_CONVOLUTION, _DELTA),
-}
+_CONVOLUTION = "causal_conv1d_fn"
+SUPPORTED = yaml.safe_load(Path(__file__).with_name("recurrent.yaml").read_text(encoding="utf-8"))
+"""By model type, as tested against transformers document by document: its convolution, its scan."""
 _MARK = "qat_lora_keeps_documents_apart"
 _FUSED = "mamba2_split_conv1d_scan_combined"  # both in one kernel, where there is one; None asks for the two
 

@@ -70,7 +70,7 @@ def renorm(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Tens
 
 
 def reverse(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Tensor) -> Estimate:
-    """Reverse KL over K+1 outcomes, Σ_topK p log(p/t) + (1-b) log((1-b)/m): seeks modes; infinite where t = 0 < p."""
+    """Reverse KL over K+1 outcomes: Σ_topK p log(p/t) + (1-b) log((1-b)/m); seeks modes, infinite where t or m is 0."""
     p_NK, rest_N = log_p_NK.exp(), log_rest_N.exp()
     ratio_NK, ratio_N = log_p_NK - log_t_NK, log_rest_N - log_m_N
     loss_N = weighted(p_NK, ratio_NK).sum(-1) + weighted(rest_N, ratio_N)
@@ -150,10 +150,10 @@ class TopKTerm:
 
 @dataclass(frozen=True, eq=False)
 class PointTerm:
-    """A cross-entropy -Σ w log p, times weight · T², at ids [N, D]: labels or draws, also repeated or in the top K."""
+    """A cross-entropy -Σ w log p at labels or draws, which may repeat and be top-K ids; scaled by weight · T²."""
 
-    ids_ND: Tensor
-    weights_ND: Tensor
+    ids_ND: Tensor  # int64
+    weights_ND: Tensor  # float
     weight: float | Tensor = 1.0
     name: str = "ce"
     temperature: float = 1.0
@@ -161,7 +161,7 @@ class PointTerm:
 
 @dataclass(frozen=True, eq=False)
 class DenseTerm:
-    """The softened forward KL over the whole vocabulary, times weight · T², to a frozen teacher of any hidden width."""
+    """The forward KL over the whole vocabulary, which both share, times weight · T²; the teacher has no gradient."""
 
     hidden_NH: Tensor
     lm_head: LMHead
@@ -231,8 +231,9 @@ def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: floa
 def hidden_error_sum(student: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return the relative squared error of hidden states [..., H], summed over positions, and how many counted.
 
-    At a position: mean over H of (student - teacher)² divided by that of teacher². Scales differ by orders of magnitude
-    between models and within a row (massive activations); relative, a student of zeros has 1 in every model.
+    At a position: mean over H of (student - teacher)², divided by the mean over H of teacher². Models differ in the
+    scale of their hidden states by orders of magnitude, also within a row (massive activations); relative, 1 is what a
+    student of zeros would have, everywhere, so that a weight means the same for every model.
     """
     wide, keep = wide_dtype(torch.promote_types(student.dtype, teacher.dtype)), mask.bool()[..., None]
     # Masked before the square: a NaN in padding would come back through its derivative.

@@ -3,15 +3,15 @@
 `kd` is the distance to the cached teacher, `ce` the cross-entropy with the text's next token, `hard_top1` that with the
 teacher's top-1 token, `hidden` the relative squared error of the last hidden states. Only `kd` is softened, so only it
 carries T². `anchor`, the distance to the student before training, has rows of its own: `train/step.py` runs it as a
-micro-batch through the same function. The config alone decides which terms exist, and their weights at a step come in
-separately: a term that disappeared once its weight had annealed to 0 would change the compiled graph.
+micro-batch. The config alone decides which terms exist, and their weights at a step come in separately: a term that
+disappeared once its weight had annealed to 0 would change the compiled graph.
 
-Beside its terms it gives `kl` for the log, the distance that evaluations report: `hybrid` and `sampled` lack the
-teacher's entropy, and T² scales a softened term, so no loss is that number but `ghost` and `full` at T = 1.
+It also gives `kl` for the log, the distance that evaluations report: `hybrid` and `sampled` lack the teacher's entropy,
+and T² scales a softened term, so no loss is that number but `ghost` and `full` at T = 1.
 
-A sparse teacher is only correct together with the mass of its tail at the same temperature, 1 - Σ_topK exp(z/T)/Z_T.
-Only the builder of the cache saw the whole vocabulary; guessing Z_T from the mass at T = 1 is wrong by orders of
-magnitude, so a temperature that the batch does not carry is refused. Draws are right at T = 1 only.
+A sparse teacher is only correct with the mass of its tail at the same temperature, 1 - Σ_topK exp(z/T)/Z_T. Only the
+builder of the cache saw the whole vocabulary; guessing Z_T from the mass at T = 1 is wrong by orders of magnitude, so a
+temperature that the batch does not carry is refused. Draws are right at T = 1 only.
 """
 
 import functools
@@ -77,12 +77,10 @@ class ObjectiveConfig:
             given = ",".join(f"{t:g}" for t in self.temperatures)
             what = f"{given} does not go with estimator {self.estimator}, whose draws are at temperature 1"
             raise ConfigError(f"temperature: {what}; give --temperature 1, or --estimator ghost or full")
-        if self.mixture is not None and self.estimator not in estimators.MIXTURES:
-            what = f"for estimators {', '.join(estimators.MIXTURES)} only, and it is {self.estimator}"
-            raise ConfigError(f"mixture: {what}; leave it out, or name one")
-        if self.draws is not None and self.estimator not in ("hybrid", "sampled"):
-            remedy = "leave it out, or name one"
-            raise ConfigError(f"draws: for estimators hybrid and sampled only, and it is {self.estimator}; {remedy}")
+        for name, users in {"mixture": tuple(estimators.MIXTURES), "draws": ("hybrid", "sampled")}.items():
+            if getattr(self, name) is not None and self.estimator not in users:
+                what = f"for estimators {', '.join(users)} only, and it is {self.estimator}"
+                raise ConfigError(f"{name}: {what}; leave it out, or name one")
         if not self.weights_at(0.0).keys() - {"anchor"}:
             what = "all are 0, which leaves nothing to learn"
             raise ConfigError(f"kd_weight, ce_weight, hard_top1_weight, hidden_weight: {what}; set one above 0")
@@ -272,7 +270,7 @@ def sparse_teacher_from_batch(batch: Batch, temperature: float = 1.0) -> SparseT
 
 @torch.no_grad()
 def sparse_teacher_from_logits(logits_NV: Tensor, k: int, temperature: float = 1.0) -> SparseTeacher:
-    """Return each position's top k and the exact log mass of the rest; logits are copied, so pass chunks, unpadded."""
+    """Return the top-k entries and the exact log mass of the others; it copies the logits: pass chunks, unpadded."""
     z_NV = logits_NV.to(wide_dtype(logits_NV.dtype)) / temperature
     top = z_NV.topk(k, dim=-1)
     log_tail_N = z_NV.scatter(-1, top.indices, float("-inf")).logsumexp(-1)

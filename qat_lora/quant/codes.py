@@ -1,14 +1,12 @@
 """Code books, and codes packed into bytes.
 
 A code book is the sorted list of values that an entry of Q may take. Encoding is a search among the midpoints between
-neighbours, so integer grids, half-integer grids and look-up tables share one exact rule (ties go up), where rounding
-formulas need a special case for each. An even table spends as many codes on the rare large weights as on the many
-small ones; the quantiles of the normal distribution do not, and need no calibration (NF4).
+neighbours, one exact rule (ties go up) for all books, where rounding formulas need a special case for each. An even
+table spends as many codes on the rare large weights as on the many small ones; quantiles of the normal distribution do
+not, and need no calibration (NF4 of QLoRA, arXiv 2305.14314).
 
 Packed codes are a little-endian bit stream, each row padded to a whole byte: code i of a row occupies bits
 i*b .. i*b+b-1, lowest bit first. It holds any width from 1 to 8 without waste, also 3 bits.
-
-Source: QLoRA (arXiv 2305.14314) for the normal table.
 """
 
 import torch
@@ -21,10 +19,7 @@ FEW = 15  # midpoints to compare one by one: a search among 3 takes five times a
 
 
 def code_values(spec: QuantSpec) -> Tensor:
-    """Return the sorted float32 code book [2^bits] that a spec starts from; tables are float16 numbers, as stored.
-
-    Asymmetric codes and those with a minimum count from 0: what a group subtracts comes afterwards.
-    """
+    """Return the sorted float32 code book [2^bits] of a spec, tables as float16; what is subtracted comes later."""
     n = 2**spec.bits
     if spec.code in ("integer", "asymmetric", "minimum"):
         return torch.arange(n, dtype=torch.float32) - (n // 2 if spec.code == "integer" else 0)
@@ -35,15 +30,12 @@ def code_values(spec: QuantSpec) -> Tensor:
 
 
 def normal_table(bits: int) -> Tensor:
-    """Return 2^bits sorted float32 quantiles of the normal distribution, from -1 to 1 with an exact zero.
-
-    One more code is above zero than below. At 4 bits these are the values of NF4.
-    """
+    """Return 2^bits sorted float32 quantiles of the normal distribution, -1 to 1, with a zero; at 4 bits NF4's."""
     count = 2**bits
     outermost = 1 - (1 / (2 * count) + 1 / (2 * count - 2)) / 2
     above, below = (
         torch.special.ndtri(torch.linspace(outermost, 0.5, count // 2 + extra, dtype=torch.float64)[:-1])
-        for extra in (1, 0)
+        for extra in (1, 0)  # one more code is above zero than below
     )
     table = torch.cat([-below, torch.zeros(1, dtype=torch.float64), above.flip(0)])
     return (table / table.abs().max()).float()

@@ -55,7 +55,7 @@ class Curvature:
 
 
 def _inverse_root(second_moment_LII: Tensor) -> Tensor:
-    """Return R of the damped moments, float64: R⁻¹ is H's Cholesky factor from the last column; H stays uninverted."""
+    """Return R, float64: R⁻¹ is the Cholesky factor of damped H, columns counted from the last; H is not inverted."""
     backwards = torch.linalg.cholesky(damped(second_moment_LII).flip(1, 2)).flip(1, 2)
     eye = torch.eye(backwards.shape[1], dtype=backwards.dtype, device=backwards.device)
     return torch.linalg.solve_triangular(backwards, eye.expand_as(backwards), upper=True)

@@ -9,12 +9,11 @@
 
 `refine_rows` goes on in both metrics: an error in one output may cancel what another one does. To second order a weight
 error E costs the predictions tr(G E H Eᵀ), with G the Fisher information of outputs and H the second moment of inputs
-(`layers.calibrate.fisher`). Solvers that know H alone (`gptq`) take G for diagonal, and then every row is a problem of
-its own. G is far from diagonal: rows that are fitted to each other's errors cost less. Given the other rows, what row i
-costs is G_ii times the output error towards another target, Ŵ_i + (G E)_i / G_ii. So the one-sided solvers do the work.
-Row after row would be too little of it for an accelerator, all rows at once overshoot: every eighth row is moved
-together, as if these were not coupled, towards targets from the errors of all. A layer keeps what lowers its cost.
-Bounds of the coupling (its row sums, its largest eigenvalue) need no such check and gain less than half; rounding that
+(`layers.calibrate.fisher`). Solvers that know H alone take G for diagonal; it is far from that, and rows that are
+fitted to each other's errors cost less. Given the other rows, what row i costs is G_ii times the output error towards
+another target, Ŵ_i + (G E)_i / G_ii. So the one-sided solvers do the work. Row after row would be too little of it for
+an accelerator, all rows at once overshoot: every eighth row is moved together, as if these were not coupled. A layer
+keeps what lowers its cost; bounds of the coupling need no such check and gain less than half, and rounding that
 compensates rows as GPTQ does columns ends where descent ends without it.
 
 Sources: AWQ (arXiv 2306.00978) for the clip search; the two-sided objective, YAQA (arXiv 2505.22988), which rounds with
@@ -143,7 +142,7 @@ def quantize_weight(
 def refine(
     weight_RI: Tensor, spec: QuantSpec, start: QuantizedWeight, curvature: Curvature, rounds: int = ROUNDS
 ) -> QuantizedWeight:
-    """Return a start after rounds of refitted scales (not low-rank ones) and descent; the output error never rises."""
+    """Return a start after rounds of refitted scales and descent; output errors never rise, low-rank scales stay."""
     weight, moment, now = weight_RI.float(), curvature.narrow_LII, start
     grid = now.grid(spec, torch.float32)
     slope = slope_of(weight, grid.dense(now.codes_OI), moment)

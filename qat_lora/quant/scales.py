@@ -1,15 +1,13 @@
 """Scales and zero points: from the few stored numbers to one for every weight, and how to choose the numbers.
 
 Scales are a tuple of tensors, one (`scale`) for tensor, channel and group sharing, two (`scale_a`, `scale_b`) for
-low-rank. `meaning` is the only function that knows what numbers of every group make of codes; it is differentiable,
-so training the scales needs nothing else.
+low-rank. `meaning` alone knows what numbers of every group make of codes, and is differentiable.
 
 Asymmetric codes have a range [low, high] for each group, which always contains zero: s = (high - low) / (2^b - 1) and
-z = round(-low / s), so that zero itself is a code and weights of exactly zero stay so. The zero point takes `bits`
-bits. Formats that store the lower end as a float instead (GGUF's Q4_1) spend 16, and lose the exact zero.
-
-K-quants have two levels: the scale of a group is `scale` of 256 inputs times the group's `steps`, and with the code
-`minimum` the group's lowest value is -`minimum` times its `minima`. Both products are exact in float32.
+z = round(-low / s), so that zero itself is a code, at `bits` bits a zero point. Formats that store the lower end as a
+float instead (GGUF's Q4_1) spend 16, and lose the exact zero. K-quants have two levels: the scale of a group is `scale`
+of 256 inputs times the group's `steps`, and with the code `minimum` the group's lowest value is -`minimum` times its
+`minima`. Both products are exact in float32.
 """
 
 import dataclasses
@@ -122,7 +120,7 @@ def grouped(weight_OI: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def absmax_scale(weight_OI: Tensor, spec: QuantSpec) -> Tensor:
-    """Return the scale [rows, G] that takes a group's largest weight to the book's end, the longer one if signed."""
+    """Return the scale [rows, G] that maps a group's largest weight to the book's end, a signed one to the longer."""
     members = grouped(weight_OI, spec)
     if spec.signed:
         return away_from_zero(_largest(members) / code_values(spec)[0])
@@ -130,14 +128,14 @@ def absmax_scale(weight_OI: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def importance_cost(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | None = None) -> Cost:
-    """Return the cost [rows, G] of errors: squares times mean square inputs; the weight gives only shape and type."""
-    ones = torch.ones_like(weight_OI)
+    """Return the cost of errors [rows, G, members] as [rows, G]: squares, times each column's mean square input."""
+    ones = torch.ones_like(weight_OI)  # only its shape and type count
     importance = grouped(ones if importance_I is None else ones * importance_I.to(weight_OI), spec)
     return Cost(lambda error, importance: (error.square() * importance).sum(-1), importance)
 
 
 def output_cost(weight_OI: Tensor, spec: QuantSpec, second_moment_II: Tensor) -> Cost:
-    """Return what each group's errors alone do to the output, e H_gg eᵀ; with one scale for all, `importance_cost`."""
+    """Return errors' cost as each group's own effect on the output, e H_gg eᵀ; by importance where no groups are."""
     if spec.sharing == "tensor":
         return importance_cost(weight_OI, spec, second_moment_II.diagonal())
     size = spec.group_size or weight_OI.shape[1]
@@ -161,7 +159,7 @@ def clip_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost) -> Tensor:
 
 
 def range_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> tuple[Tensor, Tensor]:
-    """Return float16-exact scales and integer zero points [rows, G] of the cheapest range; without a cost, the full."""
+    """Return float16-exact scales and whole zeros [rows, G] of the cheapest range, without a cost of the whole one."""
     values, members = code_values(spec).to(weight_OI), grouped(weight_OI, spec)
     low, high, most = members.amin(-1).clamp_max(0), members.amax(-1).clamp_min(0), len(values) - 1
 
@@ -179,10 +177,7 @@ def range_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> tuple[
 
 
 def step_scales(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> tuple[Scales, Scales]:
-    """Return the float16-exact scales (and minima) of `SUPER` inputs, and their multiples [rows, G].
-
-    They are nearest to the scales of groups that cost least. No step is zero: scales can be divided by.
-    """
+    """Return float16-exact scales (and minima) of `SUPER` inputs and their multiples [rows, G]; no step is 0."""
     if spec.code == "integer":
         wanted = [absmax_scale(weight_OI, spec) if cost is None else clip_scale(weight_OI, spec, cost)]
     else:
@@ -217,7 +212,7 @@ def _largest(members: Tensor, keepdim: bool = False) -> Tensor:
 
 
 def _minimum_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> Tensors:
-    """Return scales and minima >= 0 [rows, G] of the cheapest clipped ranges, by least squares for their codes."""
+    """Return scales and minima [rows, G], 0 or more, of the cheapest clipped ranges, fitted by least squares."""
     values, members = code_values(spec).to(weight_OI), grouped(weight_OI, spec)
     low, high = members.amin(-1).clamp_max(0), members.amax(-1)
 

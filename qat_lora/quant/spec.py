@@ -4,10 +4,8 @@ A weight is stored as W ~ Q * S: every entry of Q is one of 2^bits code values, 
 `QuantSpec` names the code book and the sharing, and counts the bits. A scale is positive unless it is `signed`: a code
 book with one more value below zero than above then turns its long end to where a group's weights need it. Groups of
 16 or 32 weights cannot pay for 16 bits each; their scales are small multiples of one float16 number of 256 inputs
-(llama.cpp's K-quants), chosen here on that grid, so that its files hold them exactly.
-
-Sources: llama.cpp's `ggml-common.h` for K-quants; half-integer 2-bit codes, Apple Foundation Models 2025; low-rank
-scales, LoRDS (arXiv 2601.22716); normal tables, NF4 of QLoRA (arXiv 2305.14314).
+(llama.cpp's K-quants, `ggml-common.h`), chosen on that grid, so that its files hold them exactly. Other sources:
+half-integer 2-bit codes, Apple Foundation Models 2025; LoRDS (arXiv 2601.22716); NF4 of QLoRA (arXiv 2305.14314).
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """What a device, or many of them, must be able to do: the only seam between the training loop and hardware.
 
 Methods are named by meaning, not by mechanism, so that one process, a process group, PyTorch/XLA with a process per
-chip and SPMD can all implement them. Only `mark_step` and `step_end` may synchronise with the device: all between them
-is queued, which keeps an XLA graph whole and a GPU busy. A method with a body is the same on most devices.
+chip and SPMD can all implement them; one with a body is the same on most devices. Only `mark_step` and `step_end` may
+synchronise with the device: all between is queued, which keeps an XLA graph whole and a GPU busy.
 """
 
 from __future__ import annotations
@@ -64,10 +64,7 @@ class Runtime(Protocol):
         """One line for people, for example `CPU · 2 threads` or `XLA on CPU · 1 device`."""
 
     def launch(self, main: Callable[[], Any]) -> Any:
-        """Run `main` inside the process group, where there is one, and all deferred callbacks; return its result.
-
-        The group is left if `main` succeeds: leaving it after an error may wait for the others for ever.
-        """
+        """Run `main` in the process group, if any, and deferred callbacks; after an error the group is not left."""
 
     def place(self, module: M) -> M:
         """Move a module as `move_module` does; on XLA its parameters are new objects, so make the optimizer later."""
@@ -160,7 +157,7 @@ class Runtime(Protocol):
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: str | Path) -> None:
-    """Write a safetensors file, durably, whole or not at all, with transformers' `format: pt`; tied tensors twice."""
+    """Write a safetensors file, whole or not at all, as `pt`, for transformers; shared tensors are written twice."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as draft:

@@ -4,10 +4,8 @@ Where operations run as they are called the loop is Python's, and a body works i
 XLA that would unroll into a graph as long as the matrix is wide (16,000 nodes for one small layer), so it is a While
 (`xla/loop.py`), whose body is traced once. A body therefore gets the number of its round as an int or as a tensor, and
 reads parts of tensors by the functions below: of a fixed shape in a While, of what is left elsewhere. A While takes all
-rounds alike, so there `whole_parts` lengthens what a round takes a part of.
-
-A matrix is factorised on the host there, by LAPACK: a TPU has no float64, and its compiler had not finished the
-emulated Cholesky factorisation of 4096 columns after five minutes.
+rounds alike, so there `whole_parts` lengthens what a round takes a part of. A matrix is factorised on the host there: a
+TPU has no float64, and its compiler had not finished an emulated Cholesky of 4096 columns after five minutes.
 """
 
 from collections.abc import Callable, Sequence

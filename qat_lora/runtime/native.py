@@ -1,8 +1,8 @@
 """The runtime of plain PyTorch: CPU, CUDA or MPS; one process, or one of a `torch.distributed` group.
 
-Only a few small tensors are trained, so gradients are averaged by one explicit all-reduce per optimizer step.
-That replaces DistributedDataParallel, its buckets, its `no_sync` and its second copy of the forward call, and it is the
-same arithmetic on every runtime. DDP would hide the exchange, of some megabytes and a thousandth of the step.
+Only a few small tensors are trained, so gradients are averaged by one explicit all-reduce per optimizer step, the same
+arithmetic on every runtime, without DistributedDataParallel's buckets, `no_sync` and second copy of the forward call.
+DDP would hide the exchange, of some megabytes and a thousandth of the step.
 """
 
 import contextlib

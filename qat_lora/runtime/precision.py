@@ -18,7 +18,7 @@ _ROUNDING = ("cuda", "xla")  # devices that may round the inputs of a float32 pr
 
 
 def with_dtype(options: Any, device: str) -> tuple[Any, str]:
-    """Return options with what `--dtype auto` means on a device, and why; `float32_for` names what needs float32."""
+    """Return options with what `--dtype auto` means on a device, and a note; `float32_for` names what needs float32."""
     if options.run.dtype != "auto":
         return options, ""
     why, setting = "", getattr(options, "float32_for", "")

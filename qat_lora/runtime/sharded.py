@@ -5,10 +5,9 @@ and backward: one all-gather makes it so, and its memory is freed as the next la
 under way by then. So a device holds its part and two whole layers. What trains is small and stays whole.
 
 Not torch's `fully_shard`, which takes floating-point parameters only: here most bytes are integer codes and formed
-weights, which are buffers. Its hooks also run inside a layer, and break a compiled one; these run around a layer's
-compilation and recomputation. Nothing may read a layer's frozen tensors at another time: their memory is not there.
-
-Source: ZeRO stage 3 (Rajbhandari et al., 2020, arXiv 1910.02054); memory as in FSDP (Zhao et al., 2023, 2304.11277).
+weights, which are buffers. Its hooks also break a compiled layer; these run around compilation and recomputation.
+Nothing may read a layer's frozen tensors at another time: their memory is not there. Sources: ZeRO stage 3 (Rajbhandari
+et al., 2020, arXiv 1910.02054); memory as in FSDP (Zhao et al., 2023, 2304.11277).
 """
 
 import functools
@@ -27,10 +26,7 @@ ALIGNED = 16  # bytes at whose multiples a tensor begins, as kernels that load s
 
 
 def shard_layers(module: nn.Module, device: torch.device) -> None:
-    """Spread the frozen tensors of a module's decoder layers, from the host, over the default group, in place; once.
-
-    DeviceError where no layers offer gradient checkpointing, as decoder layers do, or where they share weights.
-    """
+    """Spread frozen tensors of decoder layers over the default group, in place; DeviceError: no layers, or tied."""
     lists = [list(owner) for owner in module.modules() if isinstance(owner, nn.ModuleList) and len(owner)]
     decoders = [layers for layers in lists if all(hasattr(layer, "gradient_checkpointing") for layer in layers)]
     if not decoders:

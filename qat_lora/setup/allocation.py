@@ -33,10 +33,9 @@ from qat_lora.layers.experts import has_split_experts
 from qat_lora.layers.quant_linear import QuantLinear, embedding_of
 from qat_lora.models.load import CausalLM
 from qat_lora.options import QuantizeOptions
-from qat_lora.quant.allocate import allocate
 from qat_lora.quant.gptq import Curvature
 from qat_lora.quant.initialize import NEED_TEXT, quantize_weight
-from qat_lora.quant.presets import Preset, preset
+from qat_lora.quant.presets import Preset, allocate, preset
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.base import Runtime
 from qat_lora.types import Batch

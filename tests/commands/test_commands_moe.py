@@ -15,7 +15,7 @@ from qat_lora.layers.experts import siblings_of
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.load import load_model
 from qat_lora.models.student import open_student
-from qat_lora.quant.allocate import TargetConfig
+from qat_lora.quant.presets import TargetConfig
 
 IDS = torch.randint(0, 320, (2, 24), generator=torch.Generator().manual_seed(1))
 

@@ -16,7 +16,7 @@ from qat_lora.cache.format.records import Fingerprint
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.store import read_manifest, verify_cache
 from qat_lora.errors import CacheDamaged, CacheError, OutputExistsError
-from qat_lora.export import hub as sender
+from qat_lora.export import hub as uploads
 from qat_lora.export.hub import check_cache, pull_cache, push_cache
 
 URL = f"hf://datasets/{REPO}"
@@ -166,7 +166,7 @@ def test_what_is_not_sent(hub, tmp_path, changes, words):
         check_cache(str(tmp_path / "c"))
     if "path of this machine" in words:
         _, manifest = check_cache(str(tmp_path / "c"), allow_paths=True)
-        assert "/home/me" not in sender.dataset_card(manifest, REPO, "mit")
+        assert "/home/me" not in uploads.dataset_card(manifest, REPO, "mit")
 
 
 def test_what_is_refused(hub, tmp_path, monkeypatch):
@@ -178,7 +178,7 @@ def test_what_is_refused(hub, tmp_path, monkeypatch):
         check_cache(str(folder))
     (folder / "s-000009.safetensors").unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(sender, "MOST_FILES", 6)
+        patch.setattr(uploads, "MOST_FILES", 6)
         with pytest.raises(CacheError, match="has 10 files; the Hub takes 6 a folder"):
             check_cache(str(folder))
     _push(hub, folder)

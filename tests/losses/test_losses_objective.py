@@ -342,11 +342,11 @@ def test_weights_of_a_step_are_used_as_numbers_or_tensors():
         ({"mixture": 0.3}, "mixture: for estimators jsd, skew, skew_reverse only"),
         ({"estimator": "hybrid", "mixture": 0.3}, "mixture: for .* it is hybrid"),
         ({"estimator": "jsd", "mixture": 1.0}, "mixture"),
-        ({"estimator": "jsd", "draws": 4}, "draws: for estimators hybrid and sampled only"),
+        ({"estimator": "jsd", "draws": 4}, "draws: for estimators hybrid, sampled only"),
         ({"estimator": "sampled", "temperature_schedule": "2,1"}, "whose draws are at temperature 1"),
         ({"temperature": 2.0, "temperature_schedule": "2,1"}, "leave --temperature out"),
         ({"temperature_schedule": "2,0"}, "numbers above 0"),
-        ({"draws": 4}, "draws: for estimators hybrid and sampled only"),
+        ({"draws": 4}, "draws: for estimators hybrid, sampled only"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, field):

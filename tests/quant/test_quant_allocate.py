@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qat_lora.errors import ConfigError
-from qat_lora.quant.allocate import allocate
+from qat_lora.quant.presets import allocate
 
 
 def toy(seed, layers, points):

@@ -24,7 +24,7 @@ from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import load_model
 from qat_lora.models.student import open_student
 from qat_lora.plan.quantize import plan_quantize
-from qat_lora.quant.allocate import TargetConfig
+from qat_lora.quant.presets import TargetConfig
 from qat_lora.setup import allocation
 from qat_lora.train.loop import LoopConfig
 

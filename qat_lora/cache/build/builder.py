@@ -64,10 +64,7 @@ def teacher_arrays(
     uniforms: Mapping[str, torch.Tensor],
     settings: ForwardSettings = _DEFAULTS,
 ) -> dict[str, torch.Tensor]:
-    """Return the teacher's arrays that `codec.encode_rows` takes, on its device: ids as int32, all others as float32.
-
-    `uniforms` are the random numbers [B, L-1, D, 2] for `tail_draw_ids` and `draw_ids`, as far as they are to be drawn.
-    """
+    """Return arrays for `codec.encode_rows`, on the teacher's device; `uniforms` [B, L-1, D, 2]: of those to draw."""
     batch, length = input_ids_BL.shape
     hidden = teacher.hidden(input_ids_BL, document_ids_BL)[:, :-1]
     kept = {"teacher_hidden": hidden.float()} if held.hidden else {}
@@ -188,7 +185,7 @@ def bytes_per_token(fingerprint: Fingerprint) -> float:
 
 @contextlib.contextmanager
 def _written_behind(writer: CacheWriter) -> Iterator[Callable[[dict[str, np.ndarray], _Batch], None]]:
-    """Yield a function that hands a batch to the writer in a background thread; errors of either side end both."""
+    """Yield what hands a batch to a thread that writes; errors of either side are raised here, and stop both."""
     waiting: collections.deque[Future[None]] = collections.deque()
 
     def append(before: Future[None] | None, arrays: dict[str, np.ndarray], batch: _Batch) -> None:

@@ -49,7 +49,7 @@ def top_k_entries(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def sparse_arrays(
     logits_NV: Tensor, top_k: int, temperatures: Sequence[float], uniforms: Uniforms, piece_bytes: int | None = None
 ) -> dict[str, Tensor]:
-    """Return what is kept of some positions' logits, which may be overwritten; `piece_bytes` of float32 at a time."""
+    """Return what is kept of logits, which may be overwritten, `piece_bytes` of float32 at a time; K is 0 for draws."""
     vocab = logits_NV.shape[-1]
     if piece_bytes is None:
         return _piece(logits_NV.float(), top_k, temperatures, uniforms)
@@ -124,7 +124,8 @@ def draw_weighted(weights_NV: Tensor, uniforms_ND2: Tensor) -> Tensor:
 
 
 def _invert(cumulative: Tensor, uniform_ND: Tensor) -> Tensor:
-    """Return the first index at which a cumulative sum [N, 1 or D, n] exceeds a part of its end, by counting."""
+    """Return the first index at which a cumulative sum [N, 1 or D, n] exceeds a part of its end."""
+    # Counted, not searched: every device counts, and no entry without weight is the first to exceed anything.
     reached = cumulative <= uniform_ND[..., None] * cumulative[..., -1:]
     return reached.sum(-1).clamp(max=cumulative.shape[-1] - 1)
 

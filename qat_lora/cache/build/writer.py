@@ -411,7 +411,7 @@ def _kind(name: str) -> str | None:
 
 
 def read_part(folder: Location, partition: Partition, fingerprint: Fingerprint) -> Part | None:
-    """Return a builder's record of having ended, None before; CacheDamaged, OutputExistsError: another build's."""
+    """Return a builder's record of having ended, if it has; CacheDamaged; OutputExistsError: of another build."""
     name = fmt.part_name(partition.builder)
     file = f"{folder}/{name}"
     try:

@@ -82,7 +82,7 @@ class Contents(NamedTuple):
 
 
 def array_table(held: Contents) -> tuple[ArraySpec, ...]:
-    """Return the arrays of a shard in file order: 4-byte types first, so all are aligned without padding."""
+    """Return the arrays of a shard in file order: types of 4, 2, then 1 bytes, so all are aligned without padding."""
     positions = held.length - 1
     wide, packed = held.vocab_size > PACKED_VOCAB, SHORT_VOCAB < held.vocab_size <= PACKED_VOCAB
     lists = held.id_lists.items()

@@ -64,7 +64,7 @@ def check_lm_head(location: Location, fingerprint: Fingerprint, *, whole: bool =
 
 
 def read_lm_head(place: Place, fingerprint: Fingerprint) -> LMHead:
-    """Return the teacher's LM head as stored, on the CPU; CacheError: without hidden states; CacheDamaged: damage."""
+    """Return the teacher's LM head on the CPU, as stored; CacheError: no hidden states; CacheDamaged: other bytes."""
     import torch
 
     location = locate(place)

@@ -50,10 +50,7 @@ def _parse_optional(names: tuple[str, ...]) -> dict[str, tuple[int, str | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Everything that decides what a cache holds. Resuming a build compares all of it.
-
-    A student is compared with `tokenizer_sha256`, `vocab_size` and `length` only (`KDCacheDataset.check_student`).
-    """
+    """Everything that decides what a cache holds: resuming compares all of it, `check_student` what a student needs."""
 
     tokenizer_sha256: str
     vocab_size: int  # V: entries that the teacher's probabilities run over; padded rows are not counted
@@ -112,7 +109,7 @@ class Fingerprint:
         return config.fingerprint({"version": fmt.VERSION, **to_json(self)})
 
     def difference(self, other: Self) -> tuple[str, Any, Any] | None:
-        """Return the first field that differs, with both values, None if none does; teachers by sha256."""
+        """Return the first field that differs, with both values, if any; a teacher's sha256 counts, not its name."""
         for item in dataclasses.fields(self):
             here, there = getattr(self, item.name), getattr(other, item.name)
             if here != there and not (item.name == "teacher" and self.teacher_sha256 == other.teacher_sha256):
@@ -199,7 +196,7 @@ def render(record: Any) -> bytes:
 
 
 def parse(cls: type[R], data: bytes, where: str) -> R:
-    """Turn sealed JSON into a record; CacheDamaged names `where` if seal, key or type differ; CacheError: version."""
+    """Return sealed JSON text as a record; CacheDamaged names `where`; CacheError: a cache of another version."""
     try:
         text = data.decode("ascii")
         body, digest = text[: -64 - len(_SEAL_END)], text[-64 - len(_SEAL_END) : -len(_SEAL_END)]

@@ -135,7 +135,7 @@ class KDCacheDataset(ShuffledRows):
         return batch
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Return one row, as torch's DataLoader asks a map-style dataset; negative numbers count from the end."""
+        """Return one row without its first axis, for a torch DataLoader; negative numbers count from the end."""
         row = index + len(self) if index < 0 else index
         if not 0 <= row < len(self):
             raise IndexError(f"row {index} of {len(self):,}")  # ends a plain `for row in dataset`

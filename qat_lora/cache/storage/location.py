@@ -280,7 +280,7 @@ Place = str | Path | Location  # what callers may give: a path, a URL as text, o
 
 
 def locate(place: Place) -> Location:
-    """Return the location of a path or URL; CacheError: an unknown or spoilt URL; MissingExtraError: no driver."""
+    """Return the location that a path or URL means; CacheError, or MissingExtraError where its driver is missing."""
     if not isinstance(place, str | Path):
         return place
     text = str(place)

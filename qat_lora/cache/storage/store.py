@@ -137,7 +137,7 @@ def shard_entry(sidecar: Sidecar, data: bytes) -> ShardEntry:
 
 def check_entry(place: Location, entry: ShardEntry, fingerprint: Fingerprint) -> None:
     """Raise CacheDamaged unless a shard's sidecar is the one that the manifest sealed, and the shard has its size."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError):  # its sha256 tells; another sidecar is read to say what is wrong
         data = place.read(f"{entry.shard}.json", fmt.SIDECAR_LIMIT_BYTES)
         if hashlib.sha256(data).hexdigest() == entry.sidecar_sha256:
             return check_shard_size(place, entry)
@@ -179,7 +179,7 @@ def most_open() -> int:
 
 
 class Shard:
-    """The rows of a shard, in memory with `preload`; CacheDamaged: size or header are not what they should be."""
+    """The rows of a shard, in memory with `preload`; closed when unused; CacheDamaged: none of its size and header."""
 
     def __init__(self, place: Location, entry: ShardEntry, fingerprint: Fingerprint, *, preload: bool = False) -> None:
         self._place, self._entry, self._table = place, entry, fingerprint.arrays
@@ -201,7 +201,7 @@ class Shard:
                 raise CacheDamaged(f"{file}: its header describes other arrays than the cache's fingerprint demands")
 
     def rows(self, first: int, count: int = 1, *, check: bool = True) -> dict[str, np.ndarray]:
-        """Return arrays [count, ...] of rows from `first` on, as stored; CacheDamaged: a changed row or file."""
+        """Return rows from `first` on as stored, [count, ...]; CacheDamaged: by CRC-32 (`check`), or it has changed."""
         where = f"row {first}" if count == 1 else f"rows {first} to {first + count - 1}"
         # A file that was removed can still be read while it is open, but a run could not be repeated from it.
         if not (isinstance(self._data, bytes) or self._place.far or os.fstat(self._data.fileno()).st_nlink):
@@ -267,7 +267,7 @@ class VerifyReport(NamedTuple):
 
 
 def verify_cache(path: Place, progress: Progress | None = None, *, threads: int | None = None) -> VerifyReport:
-    """Check every byte of a cache, `threads` shards at a time; CacheDamaged names the first bad shard; CacheError."""
+    """Check every byte of a cache, `threads` shards at once; CacheError: unfinished; CacheDamaged names the first."""
     begun, folder = time.perf_counter(), locate(path)
     manifest = read_manifest(folder)
     entries, held = manifest.all_shards, manifest.fingerprint

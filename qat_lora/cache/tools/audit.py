@@ -134,10 +134,7 @@ def _audit_row(
 
 
 def _compare(truth: Sequence[Tensor], vocab_size: int, read: Mapping[str, Tensor], k: int) -> dict[str, Tensor]:
-    """Return the figures of N positions for the first k of K entries.
-
-    `truth` is the teacher now: log-probabilities of the K entries and of all others, and the others' sum of p log p.
-    """
+    """Return figures for the first k of K entries; `truth`: log p of the K and of all others, the others' Σ p log p."""
     topk_NK, tail_N, tail_plogp_N = truth
     dropped_NK = topk_NK[:, k:]
     log_tail_N = torch.logsumexp(torch.cat([tail_N[:, None], dropped_NK], dim=-1), dim=-1)

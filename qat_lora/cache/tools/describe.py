@@ -80,10 +80,7 @@ def _show(dataset: KDCacheDataset, row: int, tokens: int, decode: Decode | None)
 
 
 def plot_tail_mass(path: Place, out: str | Path) -> None:
-    """Draw the probability outside the top K, as a histogram over positions, as PNG; MissingExtraError: no matplotlib.
-
-    CacheError: no finished cache, or one with K = 0; OutputExistsError: there is a file of that name.
-    """
+    """Draw the mass outside the top K as PNG; CacheError: unfinished, K = 0; OutputExistsError; MissingExtraError."""
     out = Path(out)
     if os.path.lexists(out):
         raise OutputExistsError(f"--plot {out}: exists already and was not touched; delete it or choose another name")

@@ -3,16 +3,15 @@
 Equal output errors of two layers, or at two tokens, can differ a hundredfold in the harm they do to the predictions.
 To second order the KL that a change dy of a layer's output causes is E[(g · dy)²] / 2, with g the gradient of log p(v)
 for a token v drawn from the model's own predictions. With y = W x and the usual factorisation (K-FAC) the cost of a
-weight error E is tr(G E H Eᵀ): G = E[g gᵀ] over outputs, H the second moment of inputs. Of the token's two factors,
-each matrix counts a token by the size of the other: H by its g², G by its x², output by output or input by input, each
-over its mean: with |g|² the few outputs that matter most would decide, whose errors two-sided rounding makes small.
-One backward pass over the calibration rows gives both; the labels of the text are not used.
+weight error E is tr(G E H Eᵀ): G = E[g gᵀ] over outputs, H the second moment of inputs. Each matrix counts a token by
+the size of the other factor: H by its g², G by its x², channel by channel, each over its mean: with |g|² the few
+outputs that matter most would decide, whose errors two-sided rounding makes small. One backward pass over the
+calibration rows gives both; the labels of the text are not used.
 
-Memory that would grow with the model is bounded: decoder blocks recompute their activations in the backward pass, G may
-be on disk (`zeros_in`), and logits are computed for a few positions at a time. G takes several times the room of a
-bfloat16 model, and every batch adds to every layer's matrix; files let the system write pages out when memory is short.
-A file is unlinked as soon as it is mapped, so a run leaves nothing behind however it ends, except the one file that a
-killed run was just making; the next run in the folder removes it. Block-wise training keeps hidden states there too.
+Memory that would grow with the model is bounded: decoder blocks recompute their activations in the backward pass, G
+may be on disk (`zeros_in`), as it takes several times the room of a bfloat16 model, and logits are computed for a few
+positions at a time. A file is unlinked as soon as it is mapped, so a run leaves nothing behind but the one file that a
+killed run was just making; the next run removes it. Block-wise training keeps its rows' hidden states there as well.
 
 Sources: K-FAC (arXiv 1503.05671); Fisher weights in rounding, GuidedQuant (arXiv 2505.07004); each factor weighted by
 the other, the nearest Kronecker product of YAQA (arXiv 2505.22988).
@@ -161,7 +160,10 @@ def sensitivities(
         for name in squares:
             hooks.enter_context(model.get_submodule(name).register_forward_hook(watch(name)))
         hooks.enter_context(embedding.register_forward_hook(lambda _m, _i, output: output.detach().requires_grad_()))
-        hooks.enter_context(_computed_again([model.get_submodule(name) for name in blocks]))
+        for decoder in map(model.get_submodule, blocks):  # which keep only their inputs; gradients stay the same
+            again = functools.partial(_after_giving_back, decoder.forward)
+            again = functools.partial(checkpoint, again, use_reentrant=False, preserve_rng_state=False)
+            hooks.enter_context(computing_by(decoder, again))
         for batch in tqdm(batches, desc="sensitivity", unit="batch", disable=quiet):
             log_likelihood(batch).backward()
     tokens = {name: max(1, sum(map(len, parts))) for name, parts in squares.items()}
@@ -174,16 +176,15 @@ def _counts(values_TC: Tensor, mean_C: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _computed_again(blocks: list[nn.Module]) -> Iterator[None]:
-    """Let blocks keep only their inputs for the backward pass; gradients stay the same, bit for bit."""
-    for block in blocks:
-        again = functools.partial(_after_giving_back, block.forward)
-        block.__dict__["forward"] = functools.partial(checkpoint, again, use_reentrant=False, preserve_rng_state=False)
+def computing_by(block: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module compute by another function for a while."""
+    own = vars(block).get("forward")
+    vars(block)["forward"] = forward
     try:
         yield
     finally:
-        for block in blocks:
-            del block.__dict__["forward"]
+        del vars(block)["forward"]
+        vars(block).update({} if own is None else {"forward": own})
 
 
 def _after_giving_back(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

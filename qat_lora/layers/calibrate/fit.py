@@ -7,9 +7,8 @@ Cholesky factors as roots make the same corrections as symmetric roots do, at a 
 
 Codes that are chosen first waste their freedom on what the adapter corrects anyway. With a `joint_rank` the two
 alternate: codes of W - B A by the chosen method, then B A of what they leave; the best turn is kept. Where G is known
-whole, `descent` goes on in both metrics (`refine_rows`). Towards W - B A codes hardly move, since B A is the best
-for those that are; so only B is held. What its columns span then costs nothing, and G becomes
-G - G B (Bᵀ G B)⁻¹ Bᵀ G.
+whole, `descent` goes on in both metrics (`refine_rows`) with B alone held, since B A is the best for the codes that
+are. What its columns span then costs nothing, and G becomes G - G B (Bᵀ G B)⁻¹ Bᵀ G.
 
 Sources: QERA (arXiv 2410.06040), EoRA (2410.21271); alternation, LoftQ (2310.08659) and CALDERA (2405.18886).
 """

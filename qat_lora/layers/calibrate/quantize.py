@@ -2,15 +2,14 @@
 
 One pass over calibration rows collects E[x xᵀ] for every distinct layer input (q, k and v share one matrix, gate
 and up another); then `fit` does the rest, layer by layer. No layer knows that its inputs will no longer be those of
-the full-precision model: `sequential` cures that, at the price of running every block several times.
-
-Both ways fit layers through one `LayerFitter`, which keeps finished blocks for a run that is interrupted.
+the full-precision model: `sequential` cures that, at the price of running every block several times. Both fit layers
+through one `LayerFitter`, which keeps finished blocks for a run that is interrupted.
 
 A resumed run must compute with the very same tensors, since later layers are fitted to the outputs of the finished
-ones. It does by construction: a fitted layer is first brought into the form in which it is kept (packed codes, float16
-scales, float32 factors, contiguous; a product of the same numbers in another memory layout is rounded differently), and
-the run that fitted it continues from that form as well. Activations are not kept but recomputed: two forwards through
-the finished blocks take seconds where their fit took minutes, and the states of all rows would outgrow the student.
+ones. So a fitted layer is first brought into the form in which it is kept (packed codes, float16 scales, float32
+factors, contiguous: another memory layout is rounded differently), and the run that fitted it continues from that form
+as well. Activations are recomputed: two forwards take seconds where a fit took minutes, and the states of all rows
+would outgrow the student.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from qat_lora.config import option
+from qat_lora.config import HELP, option
 from qat_lora.layers.calibrate.fisher import Sensitivity
 from qat_lora.layers.calibrate.fit import Fit, FitSettings, fit_layers, together
 from qat_lora.layers.convert import LM_HEAD, block_of, put_quantized, quantize_targets
@@ -88,23 +87,11 @@ class QuantizeConfig:
     model: str | None = option(None, "full-precision model: Hugging Face folder or Hub name")
     preset: str | None = option(None, "how weights are stored", alias="config")
     keep: tuple[str, ...] = option((), "patterns of layers that stay unquantised", unit="regular expressions")
-    override: tuple[str, ...] = option(
-        (), "layers that another preset stores, the first match decides", unit="list of PATTERN=PRESET"
-    )
-    quantize_head: str | None = option(
-        None, "preset of the output head, and of the embedding where both are one; default: kept"
-    )
-    init: Method = option(
-        "descent",
-        "start of codes: absmax or mse rounding; with text also awq (clipping), gptq and descent (compensated)",
-    )
-    calibrate_on: Literal["student", "teacher"] = option(
-        "student",
-        "inputs that awq, gptq and descent fit a layer to: as quantised layers before it put out, or as teacher",
-    )
-    metric: Literal["fisher", "outputs"] = option(
-        "fisher", "cost of an error: to the model's predictions (needs a backward pass) or to the layer's own outputs"
-    )
+    override: tuple[str, ...] = option((), HELP["override"], unit="list of PATTERN=PRESET")
+    quantize_head: str | None = option(None, HELP["quantize_head"])
+    init: Method = option("descent", HELP["init"])
+    calibrate_on: Literal["student", "teacher"] = option("student", HELP["calibrate_on"])
+    metric: Literal["fisher", "outputs"] = option("fisher", HELP["metric"])
     calibration_rows: int = option(128, "rows of calibration text", unit="rows", min=1)
 
 
@@ -241,7 +228,7 @@ class LayerFitter:
         return found
 
     def put(self, block: str, found: Mapping[str, Finished]) -> dict[str, Factors]:
-        """Put finished layers into the model; return their float16 starts. Where work is kept, both are views of it."""
+        """Put finished layers into the model; return adapter starts, float16. Both become views of kept files."""
         starts = {name: of.factors and Factors(*(factor.half() for factor in of.factors)) for name, of in found.items()}
         halves = {f"{name}.{part}": half for name, of in starts.items() if of for part, half in of._asdict().items()}
         if self.work.take(f"start-{block}") is None:
@@ -278,10 +265,7 @@ def quantize_model(
     start_rank: int = 0,
     quiet: bool = False,
 ) -> dict[str, Factors]:
-    """Quantise every layer that a preset reaches, in place; return the adapter starts, of `start_rank`, by layer name.
-
-    `moments` are from `second_moments`. ConfigError: a pattern without a match, or a method without moments it needs.
-    """
+    """Quantise what a preset reaches, in place; return adapter starts; ConfigError: no match, or moments needed."""
     targets = quantize_targets(model, preset)
     with tqdm(total=len(targets), desc=f"quantise {preset.name} ({method})", unit="layer", disable=quiet) as bar:
         return quantize_layers(LayerFitter(model, targets, FitSettings(method, start_rank), bar=bar), moments)

@@ -10,23 +10,22 @@ the least-squares map from what it receives to what it should give; codes and ad
 E[y yᵀ]. Usual GPTQ practice (W on the student's inputs) sees the errors of earlier layers but does not aim at them: on
 our saturated teacher it won nothing, and W* a sixth of the KL. One block at a time is held twice.
 
-A block needs more than hidden states: masks, positions, rotary embeddings. These are recorded while the model runs
-(`capture_calls`, also for `train.blockwise`), so nothing here knows how a model makes them. They do not depend on what
-the blocks compute, so from the second batch on blocks hand on what they get, and recording reads no weights.
-
-Source: GPTAQ (arXiv 2504.02692) for asymmetric calibration; the target W* is its least-squares form.
+Masks, positions and rotary embeddings are recorded while the model runs (`capture_calls`, also for `train.blockwise`),
+so nothing here knows how a model makes them. They do not depend on what the blocks compute, so from the second batch on
+the blocks hand on what they get. Source: GPTAQ (arXiv 2504.02692); the target W* is its least-squares form.
 """
 
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import ModelError
+from qat_lora.layers.calibrate.fisher import computing_by
 from qat_lora.layers.calibrate.quantize import FEWEST_TOKENS, Finished, LayerFitter
 from qat_lora.layers.convert import block_of
 from qat_lora.layers.experts import Experts, siblings_of, tokens_of
@@ -140,7 +139,7 @@ class _Block:
         self.fitter.linear(name).weight = nn.Parameter(corrected, requires_grad=False)
 
     def _stages(self, states: Tensor) -> list[list[str]]:
-        """Return layers in running order, those of one input together: a mixture's gates and ups, then its downs."""
+        """Return layers in order, those of one input together, as all experts' gates and ups are, and their downs."""
         order: list[tuple[str, Tensor]] = []
         with contextlib.ExitStack() as hooks:
             for path in self.paths:
@@ -200,10 +199,7 @@ class _Stop(Exception):
 def _inputs_of(
     paths: list[str], block: nn.Module, states: Tensor, call: Call, routes: list[Tensor]
 ) -> dict[str, Tensor]:
-    """Return the inputs of a stage's layers for one batch, [tokens, I], by the layer at which they are read.
-
-    A mixture sends tokens to the experts in `routes`; where there are none, to its own, and notes them there.
-    """
+    """Return a stage's inputs for one batch, [tokens, I], by layer; a mixture follows `routes`, or notes its own."""
     seen: dict[str, Tensor] = {}
 
     def keep(path: str, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -259,24 +255,11 @@ def capture_calls(
             if not in_tuples:
                 with blocks[0].register_forward_hook(lambda _m, _i, out: in_tuples.append(isinstance(out, tuple))):
                     forward(batch)
-                for block in blocks:
-                    undo.enter_context(_handing_on(block, in_tuples[0]))
+                for block in blocks:  # their hidden states, as they come
+                    undo.enter_context(computing_by(block, lambda x, *_args, **_kwargs: (x,) if in_tuples[0] else x))
             else:
                 forward(batch)
     return states, calls
-
-
-@contextlib.contextmanager
-def _handing_on(block: nn.Module, in_tuple: bool) -> Iterator[None]:
-    """Let a block return its hidden states as they come."""
-    own = vars(block).get("forward")
-    block.forward = lambda states, *_args, **_kwargs: (states,) if in_tuple else states
-    try:
-        yield
-    finally:
-        del block.forward
-        if own is not None:
-            block.forward = own
 
 
 def run_block(block: nn.Module, states: Tensor, call: Call) -> Tensor:

@@ -1,9 +1,8 @@
 """Compute in float32 with weights that stay in bfloat16, on disk until they are read.
 
-A bfloat16 checkpoint that is loaded in float32 takes twice its size in memory. Loaded as it is, its tensors are views
-of the file, which the system reads on use and may drop again. Calibration keeps them so, and every layer upcasts its
-own weight for its product: one float32 weight is in memory at a time, also in the backward pass, which upcasts it
-again. Every bfloat16 number is a float32 number, so no bit differs from the float32 model's.
+A bfloat16 checkpoint loaded in float32 takes twice its size in memory. Loaded as it is, its tensors are views of the
+file, which the system may drop again; every layer upcasts its own weight for its product, and again in the backward
+pass, so one float32 weight is in memory at a time. Results equal those of the whole model in float32, bit for bit.
 """
 
 from typing import Any

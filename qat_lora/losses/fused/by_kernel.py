@@ -1,12 +1,10 @@
 """Some positions at a time, as `by_token`, with one Triton kernel between two products: the walk for CUDA.
 
 A chunk is a product into a buffer that all chunks share, one launch for each softmax (`triton_kernel`), and a product
-back: three launches where `by_token` has some hundred. The logits stay in the dtype of the products, so one copy of a
-chunk is all that exists; softmax and sums are float32 in registers. What the kernel does not know, above all the exact
-KL with its two heads, goes by positions as on any device; the numbers are the same. The logged KL is made beside it.
-
-The kernel is an operator of PyTorch, so dispatch finds its device: on CUDA it is launched, in Triton's interpreter it
-runs on a CPU, and on meta and fake tensors it is a call that can be counted.
+back: three launches where `by_token` has some hundred. The logits stay in the dtype of the products; softmax and sums
+are float32 in registers. What the kernel does not know, above all the exact KL with its two heads, goes by positions;
+the numbers are the same. As an operator of PyTorch it finds its device by dispatch: on CUDA it is launched, in Triton's
+interpreter it runs on a CPU, and on meta and fake tensors it is a call that can be counted.
 """
 
 import functools

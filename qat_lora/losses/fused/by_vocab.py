@@ -2,14 +2,13 @@
 
 A product of few rows is slow on a CPU, because each one repacks the whole weight and streams it from memory. With a
 frozen output head a block's exponentials, relative to the largest logit so far, are multiplied by its weight at once,
-and the sum over earlier blocks is rescaled when a larger logit comes. That is FlashAttention (Dao et al., 2022,
-Algorithm 1) with the output head as both keys and values:
+and the sum over earlier blocks is rescaled when a larger logit comes: FlashAttention (Dao et al., 2022, Algorithm 1)
+with the output head as both keys and values. On two cores it is 2.4 times as fast as `by_token`.
 
     m' = max(m, max_B z),    l' = l · exp(m - m') + Σ_B exp(z - m'),    O' = O · exp(m - m') + exp(z_B - m') W_B.
 
-On two cores this is 2.4 times as fast as `by_token`. Top-K entries stay out of the sums. The exact KL, with a second
-softmax to rescale along, has no place here, nor has a trained output head: each entry of its gradient needs the final
-normaliser, and so a second walk.
+Top-K entries stay out of the sums. The exact KL, with a second softmax to rescale along, has no place here, nor has a
+trained output head: each entry of its gradient needs the final normaliser, and so a second walk.
 """
 
 from __future__ import annotations

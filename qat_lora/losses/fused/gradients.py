@@ -1,9 +1,9 @@
-"""The fused loss between its two walks: what is walked through, and the loss and gradient of each softmax.
+"""The fused loss between its walks: what is walked through, and the loss and gradient of each softmax.
 
-Whichever way the logits are walked through (`by_token`, `by_vocab`), a softmax ends up as three things: the logits at
-the top-K ids, the logits at the points' ids, and the log of the sum over all others. From these, all of size
-[positions, K], come every loss and every gradient; only the tail's gradient has to be spread over the vocabulary, in
-proportion to exponentials that the walk holds anyway. A `DenseTerm` alone needs every logit.
+However the logits are walked through, a softmax ends up as three things: the logits at the top-K ids, those at the
+points' ids, and the log of the sum over all others. From these, all of size [positions, K], come every loss and every
+gradient; only the tail's gradient has to be spread over the vocabulary, in proportion to exponentials that the walk
+holds anyway. A `DenseTerm` alone needs every logit.
 """
 
 from collections.abc import Callable, Sequence
@@ -89,7 +89,7 @@ def lm_head_logits(hidden_CH: Tensor, lm_head: LMHead, wide: torch.dtype) -> Ten
 def full_logits(
     product_CV: Tensor, lm_head: LMHead, wide: torch.dtype, with_slope: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the same from h Wᵀ (may be overwritten), -inf beyond the vocabulary; if asked, a cap's slope 1 - tanh²."""
+    """Return the same from products h Wᵀ, to be overwritten, -inf in padding; on request a cap's slope 1 - tanh²."""
     logits_CV, slope_CV = finish_logits(product_CV, lm_head.bias_V, lm_head, wide, with_slope)
     if (rows := product_CV.shape[1]) > lm_head.vocab_size:
         beyond_V = torch.arange(rows, dtype=torch.int32, device=product_CV.device) >= lm_head.vocab_size

@@ -1,10 +1,9 @@
 """From hidden states and output head to loss and gradient, without ever holding [tokens, vocabulary].
 
 With a vocabulary of 150k, the logits of a few rows of text outweigh the model. So the last linear map belongs to the
-loss: the logits are computed a part at a time, and because the gradient of every term is known in closed form
-(`estimators`), each part becomes its share of the gradient on the spot and is forgotten. Backward only scales. Three
-walks give the same result: by positions (`by_token`), by blocks of the vocabulary (`by_vocab`), and by positions with
-one Triton kernel for all between the products (`by_kernel`).
+loss: logits are computed a part at a time, and because the gradient of every term is known in closed form
+(`estimators`), each part becomes its share of the gradient on the spot. Backward only scales. Three walks give the same
+result: `by_token`, `by_vocab`, and `by_kernel`.
 
 Compared with recomputing chunks under autograd this saves one of three matrix products and all [chunk, vocabulary]
 temporaries; compared with a kernel library it also runs on CPU and XLA, knows the tail, and does no work for a frozen

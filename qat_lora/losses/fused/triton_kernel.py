@@ -3,17 +3,15 @@
 `by_token` spends some hundred launches on a chunk, and a dozen passes over its logits in float32. Here a program takes
 a row: it reads the entries' logits (top K and points) and marks the top K with -inf, streams the row for log Σ exp of
 the tail, forms estimator and entry gradients of [K] in registers, and streams the row again, writing
-exp(z - max) · share where z stood. That is two reads and a write in the dtype of the products, and the second read
-finds the rows at work in the second-level cache (132 rows of 304 kB, 40 of an H100's 50 MB). A row has one owner, so
-nothing is atomic and the result is the same in every run.
+exp(z - max) · share where z stood: two reads and a write in the dtype of the products, the second read from the
+second-level cache (132 rows of 304 kB, 40 of an H100's 50 MB). A row has one owner: nothing is atomic, and the result
+is the same in every run. Library kernels for this (Liger Kernel's, Hsu et al., 2024, from which the gradient in place
+comes) want the teacher's whole rows; none knows a tail that is a single number, or draws from it.
 
-Library kernels for this (Liger Kernel's fused cross-entropy and distillation losses, Hsu et al., 2024, from which the
-gradient in place comes) want the teacher's whole rows; none knows a tail that is a single number, or draws from it.
-
-The arguments travel as tuples, and `Form` as a constant: a form and a shape are one compilation, and loops have
-constant bounds (Triton 3.5's interpreter cannot loop to a number given at run time: NumPy 2.4 refuses `int` of one-
-entry arrays). The top K are marked in the logits rather than left out of the sum by subtraction, which would lose a
-small tail: see `by_token`. `debug_barrier` is CUDA's `__syncthreads`: it orders a program's own reads and writes.
+Arguments travel as tuples, and `Form` as a constant: a form and a shape are one compilation, and loops have constant
+bounds (Triton 3.5's interpreter cannot loop to a number given at run time). The top K are marked in the logits rather
+than subtracted from the sum, which would lose a small tail: see `by_token`. `debug_barrier` is CUDA's `__syncthreads`:
+it orders a program's own reads and writes.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """A group of processes: who is in it, and exchange through the host by gloo (gradients on CUDA: by NCCL).
 
-The exchange is the control plane of every group, whatever carries the gradients: a stop request, a decision of the main
-process. It never stops a device, and where XLA has no collectives (on the CPU) it carries the gradients too.
+The exchange is the control plane of every group: a stop request, a decision of the main process. It needs no device, so
+it never stops one, and it works where XLA has no collectives (on the CPU). There it carries the gradients too.
 
 WORLD_SIZE, RANK and the others that torchrun or a scheduler sets are read here only, and strictly. `export WORLD_SIZE=`
 in a job script, or a RANK that a scheduler left behind, would otherwise be a traceback from inside torch, or worse: a
@@ -83,7 +83,7 @@ def mean_form(value: torch.Tensor) -> torch.Tensor:
 
 
 def flat_gradients(trained: Sequence[torch.nn.Parameter]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return the gradients and a flat float32 copy; missing ones are zeros, as processes must agree on the layout."""
+    """Return gradients and a flat float32 copy; missing ones become zero, so that all processes have one layout."""
     for parameter in trained:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -129,10 +129,7 @@ def group_size(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
-    """Return this process's rank; rank 0 of 1 without WORLD_SIZE, whatever else is set.
-
-    ConfigError where a variable is no number, or a rank not among the processes; DeviceError where one is not set.
-    """
+    """Return this process's rank, 0 of 1 without WORLD_SIZE; ConfigError: no number or rank; DeviceError: unset."""
     size = group_size(environ)
     rank, local_rank = (whole_number(environ, name, 0) for name in ("RANK", "LOCAL_RANK"))
     if size == 1:

@@ -4,9 +4,8 @@
 `LiveBytes` counts tensors at torch's dispatcher, on any device; buffers inside one kernel are not seen.
 
 The C library of Linux takes blocks of up to 32 MB from one heap and keeps what is freed below anything that stays
-alive: a few codes among a layer's temporary tensors, or the tokens of a row among the encodings of a long text. The
-heap then grows to several times what is in use. `give_back`, called after every layer or window of text, returns those
-pages; `large_tensors_apart`, while a model is quantised, gives everything above a megabyte pages of its own.
+alive, so the heap grows to several times what is in use. `give_back`, called after every layer or window of text,
+returns those pages; `large_tensors_apart`, while a model is quantised, gives all above a megabyte pages of their own.
 """
 
 import ctypes
@@ -116,7 +115,7 @@ def large_tensors_apart() -> Iterator[None]:
 
 
 def fast_dtype(device: torch.device, cpuinfo: Path = CPUINFO) -> torch.dtype:
-    """Return bfloat16 where hardware multiplies it faster (accelerators, CPUs with the instructions), else float32."""
+    """Return bfloat16 where hardware multiplies it faster (accelerators, CPUs by flags in /proc), else float32."""
     if device.type != "cpu":
         return torch.bfloat16
     try:

@@ -1,12 +1,12 @@
 """What moves between host and device beside the work: batches ahead of it, values behind it.
 
 Batches are prepared by a thread and not by loader processes: reading a row is a copy, a checksum and a few dtype
-conversions, all of which release the interpreter lock, so a thread overlaps them with compute and costs no pickling, no
-second copy of the dataset and no forked process next to a live accelerator client (which TPUs do not survive).
+conversions, all of which release the interpreter lock, so a thread costs no pickling, no second copy of the dataset and
+no forked process next to a live accelerator client (which TPUs do not survive).
 
 Reading a loss where it is computed stops the device until the host has looked at it. Here the copy to the host is only
-started; a callback gets the value at one of the next calls into the runtime, once it is there, in the order of the
-calls and on the thread that drives the runtime, so it may print, write a file or raise like any other code.
+started; a callback gets the value at one of the next calls into the runtime, in the order of the calls and on the
+thread that drives the runtime, so it may print, write a file or raise like any other code.
 `xm.add_step_closure(run_async=True)` calls it from a thread of its own, loses what it raises, and cannot be waited for.
 """
 

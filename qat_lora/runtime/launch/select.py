@@ -98,10 +98,7 @@ class LaunchPlan(NamedTuple):
 
 
 def find_tpu(environ: Mapping[str, str], root: Path = Path("/")) -> str:
-    """Return what points to a TPU here, or an empty text: a device file, a PCI device, a variable of TPU machines.
-
-    `/dev/vfio` alone says nothing, since passed-through GPUs have it too; on newer TPUs it comes with the PCI device.
-    """
+    """Return what points to a TPU: a device file (not `/dev/vfio`, which GPUs have too), a PCI device or a variable."""
     # Not /dev/accel/accel0, which is the kernel's folder for other makers' accelerators.
     if files := sorted(root.glob("dev/accel[0-9]*")):
         return str(files[0])
@@ -307,10 +304,7 @@ def make_runtime(device: DeviceChoice, chips: ChipsConfig | None = None) -> Runt
 
 
 def select_runtime(device: str = "auto", tpu: bool = False, chips: ChipsConfig | None = None) -> Runtime:
-    """Return a runtime for this process alone, or for its part of a group; raises as `choose`, see `make_runtime`.
-
-    `tpu` is the same as `device="tpu"`; of `chips` only the way in which several are driven matters.
-    """
+    """Return a runtime for this process or its part of a group; `tpu` is `device="tpu"`; raises as `choose`."""
     return make_runtime(choose(device, tpu, look()), chips)
 
 

@@ -3,11 +3,11 @@
 transformers decides at import whether PyTorch/XLA is used, so the device has to be chosen before a command is
 imported. That order is kept in this one place; command line, scripts, notebooks and the Python API all start here.
 
-Several chips of this machine are processes of our own (on XLA: of `torch_xla.launch`). Every worker leaves a note in a
-folder of the run: its result, or its error, as JSON, so no pickled result is ever read. The process that started them
-passes stop signals on and waits; once a worker has failed, the others get a few seconds and are then killed, so that
-nothing hangs. It raises the first cause, not its echo in the other workers. torchrun's agent does less: it needs its
-own command line, prints every rank's traceback, and waits for 30 seconds.
+Several chips of this machine are processes of our own (on XLA: of `torch_xla.launch`). Every worker leaves its result
+or its error as JSON in a folder of the run, so no pickled result is ever read. The process that started them passes
+stop signals on and waits; once a worker has failed, the others get a few seconds and are then killed. It raises the
+first cause, not its echo in the other workers. torchrun's agent needs its own command line, prints every rank's
+traceback, and waits for 30 seconds.
 """
 
 import functools
@@ -178,7 +178,7 @@ class Board(NamedTuple):
 
 
 def attend(board: Board, rank: int, work: Callable[[], Any]) -> None:
-    """Run a worker's work, note its end, and end the process at once if it failed: a group's clean-up may never end."""
+    """Run a worker's work and note how it ended; a failure ends the process at once: clean-up may wait for ever."""
     tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a process that ends at once leaves
     threading.Thread(target=_watch_others, args=(board, rank), name="qat-lora-watch", daemon=True).start()
     try:

@@ -1,18 +1,16 @@
 """Loops that stay loops on XLA: one `While` in the graph, whatever the number of rounds or layers.
 
 A Python loop over lazy tensors unrolls. 75 chunks of a loss are 75 copies of its body to trace, to compile and to keep
-in the chip's memory as program, and the compiler is free to start them all at once, memory or not. Here a body is
-traced once, on placeholders, lowered to a computation, and called from a `While` that slices its inputs and writes its
-outputs. Whatever a body reads must be named (`constants`): a tensor that it merely closed over would take its whole
-history, say the dequantisation of an output head, into the body, to be done again in every round. Numbers that a body
-makes from nothing become parameters of it ("hoisted") and arguments of the loop.
+in the chip's memory as program, and the compiler is free to start them all at once. Here a body is traced once, on
+placeholders, lowered to a computation, and called from a `While` that slices its inputs and writes its outputs.
+Whatever a body reads must be named (`constants`): a tensor that it merely closed over would take its whole history into
+the body, to be done again in every round. Numbers that a body makes from nothing become parameters of it ("hoisted").
 
-`torch_xla.experimental.scan` does the same under autograd. It builds its loop anew at every call, some tens of
-milliseconds of host time; here a loop is built once for each shape and called after that as one operator. It runs the
-body through AOTAutograd, for ten times the host's time, which a body that makes its own gradients (`scan`) does not
-need. For layers (`LayerScan`) it has no place for what all iterations share (masks, positions), which would go through
-the carry and get gradients, and AOTAutograd keeps attention's scores; here the backward loop runs a layer again from
-its input, and is given what was expensive the first time: the results of the products and of attention (selective
+`torch_xla.experimental.scan` does the same under autograd, but builds its loop anew at every call, some tens of
+milliseconds of host time; here a loop is built once for each shape. It runs the body through AOTAutograd, which a body
+that makes its own gradients (`scan`) does not need. For layers (`LayerScan`) it has no place for what all iterations
+share (masks, positions), and AOTAutograd keeps attention's scores; here the backward loop runs a layer again from its
+input, and is given what was expensive the first time: the results of the products and of attention (selective
 checkpointing). Norms, rotations and activations are cheaper to compute again than to read.
 
 A single product is lowered alone as well (`exact_dot`), at the highest precision, in a graph whose other products have
@@ -238,10 +236,7 @@ class _Scan(torch.autograd.Function):
 
 
 class _Keeper(TorchDispatchMode):
-    """Notes the results of products while a body runs forward, and gives them back while it runs again.
-
-    The modes of torch see operations below functionalisation, so what is given is unwrapped there.
-    """
+    """Notes results of products as a body runs forward, and gives them back, unwrapped, while it runs again."""
 
     active: _Keeper | None = None
 

@@ -2,15 +2,14 @@
 
 Written as products, attention moves its float32 scores through HBM, 268 MB a layer for 4 rows of 1,024: half of all
 that a micro-batch of Qwen3-0.6B moves. The splash kernel forms them tile by tile, skips tiles above the diagonal,
-blocks other documents by segment ids and reads a key head once for all its query heads. torch_xla's own wrapper of it
-wants equal numbers of heads and computes the forward pass again in every backward one; here the two kernels are called
-as they are, and the log-sums go from one to the other. jax only lowers them, on the host, once for each shape; the
-kernel in the graph is the chip's.
+blocks other documents by segment ids and reads a key head once for all its query heads. torch_xla's own wrapper wants
+equal numbers of heads and computes the forward pass again in every backward one; here the two kernels are called as
+they are, and the log-sums go from one to the other. jax only lowers them, on the host, once for each shape.
 
-Documents are contiguous, so a mask says all by the first position that each one sees: the one that sees itself alone
-begins a document, also with a window. Under SPMD the compiler cannot split a kernel, so each chip is given its rows.
+Documents are contiguous, so the first position that each one sees tells all: the one that sees itself alone begins a
+document, with a sliding window too. Under SPMD the compiler cannot cut a kernel, so each chip is given its rows.
 
-Sources: jax 0.7.1 (pinned by torch_xla 2.9), experimental/pallas/ops/tpu/splash_attention; FlashAttention-2 (2023).
+Sources: jax 0.7.1 (which torch_xla 2.9 pins), experimental/pallas/ops/tpu/splash_attention; FlashAttention-2 (2023).
 """
 
 import functools
@@ -98,10 +97,7 @@ def forward(query: Any, key: Any, value: Any, documents: Any, window: int | None
 
 
 def backward(query: Any, *others: Any, window: int | None, interpret: bool = False) -> Any:
-    """Return the gradients of the scaled queries [B, H, L, D], of keys and values, as jax arrays.
-
-    `others` are keys, values, documents, what `forward` returned and the gradient of its result.
-    """
+    """Return gradients of scaled queries, of keys and values; `others` as `SplashAttention.gradients` gives them."""
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 

@@ -2,11 +2,9 @@
 
 The batch is sharded over a mesh of all devices, all else is replicated, and the compiler inserts the all-reduce: one
 copy of the model in host memory, one compilation per host, no rendezvous. It can be tried in full on virtual CPU
-devices (`CPU_NUM_DEVICES`). With `shard_base` the frozen weights are sharded too and gathered layer by layer as they
-are needed, for students beyond one chip's memory.
-
-A loss or gradient summed over rows is a sum over all replicas' rows already; so "the mean over replicas" is a
-division. The loss takes its chunks along the rows, so that each device has its part of every one.
+devices (`CPU_NUM_DEVICES`). With `shard_base` frozen weights are sharded too and gathered layer by layer. A loss or
+gradient summed over rows is a sum over all replicas' rows already; so "the mean over replicas" is a division. The loss
+takes its chunks along the rows, so that each device has its part of every one.
 """
 
 import os
