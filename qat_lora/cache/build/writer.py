@@ -236,7 +236,8 @@ class CacheWriter:
                 stack.enter_context(self.out.lock(fmt.LOCK, "exclusive"))
             else:  # keep out the same builder a second time, and builders that divide the work differently
                 stack.enter_context(self.out.lock(fmt.LOCK, "shared"))
-                stack.enter_context(self.out.lock(f"{fmt.LOCK}.{self.partition.builder}", "exclusive"))
+                stack.enter_context(self.out.lock(own := f"{fmt.LOCK}.{self.partition.builder}", "exclusive"))
+                self.out.touch(own)  # its time is this start's, from which a fleet's end is forecast
             if self._overwrite:
                 self.out.delete(fmt.MANIFEST)  # first: what remains after a kill is an unfinished build
                 for name in self.out.names():

@@ -26,6 +26,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,6 +59,10 @@ class LocalFolder:
     def names(self) -> list[str]:
         """Return the names in the folder, sorted; none if there is no folder."""
         return sorted(os.listdir(self.path)) if self.path.is_dir() else []
+
+    def times(self) -> dict[str, float]:
+        """Return when each file of the folder was written, in seconds since 1970."""
+        return {file.name: file.stat().st_mtime for file in os.scandir(self.path)} if self.path.is_dir() else {}
 
     def has(self, name: str) -> bool:
         """Return whether there is something of that name, be it a dead link."""
@@ -109,6 +114,10 @@ class LocalFolder:
         path = Path(os.path.abspath(self.path))
         return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
 
+    def touch(self, name: str) -> None:
+        """Set the time of a file to now."""
+        (self.path / name).touch()
+
     def lock(self, name: str, kind: folders.Lock) -> contextlib.AbstractContextManager[None]:
         """Hold a lock; OutputExistsError if somebody has it, unless `kind` is to wait."""
         return folders.lock(self.path / name, kind)
@@ -149,6 +158,12 @@ class RemoteFolder:
             found = (path.rstrip("/").rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False))
             return sorted(name for name in found if name)
         return []
+
+    def times(self) -> dict[str, float]:
+        """See `LocalFolder`; 0 where the store does not say."""
+        with self._reading(""), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return {info["name"].rsplit("/", 1)[-1]: _time(info) for info in self._fs.ls(self._root, detail=True)}
+        return {}
 
     def has(self, name: str) -> bool:
         """See `LocalFolder`."""
@@ -220,6 +235,11 @@ class RemoteFolder:
         with self._writing(name), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
 
+    def touch(self, name: str) -> None:
+        """See `LocalFolder`; an empty object."""
+        with self._writing(name):
+            self._fs.pipe_file(self._path(name), b"")
+
     def lock(self, name: str, kind: folders.Lock) -> contextlib.AbstractContextManager[None]:
         """Hold no lock: names that are never replaced need none."""
         self.require_create()
@@ -270,6 +290,12 @@ class RemoteFolder:
             raise
         except Exception as error:
             raise OSError(errno.EIO, f"{name}: {_reason(error, self.url)}") from error
+
+
+def _time(info: dict[str, Any]) -> float:
+    found = next((info[key] for key in ("LastModified", "mtime", "updated", "created") if info.get(key)), 0.0)
+    found = datetime.fromisoformat(found) if isinstance(found, str) else found
+    return found.timestamp() if isinstance(found, datetime) else float(found)
 
 
 def _reason(error: BaseException, url: str) -> str:
