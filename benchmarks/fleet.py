@@ -1,13 +1,13 @@
-"""Builds one KD cache by a simulated fleet: kills, preemptions, stragglers, duplicate starts; and forecasts its end.
+"""Builds one KD cache by a simulated fleet: kills, stragglers, duplicate starts; and forecasts its end.
 
-Claim: whatever happens to the builders, the finished cache has the bytes of the undisturbed build, each builder has read
-its own files alone, and from a quarter of the shards on `cache info` says within 10 % when the fleet will be done.
+Claim: whatever happens to the builders, the finished cache has the bytes of the undisturbed build, each builder has
+read its own files alone, and from a quarter of the shards on `cache info` says within 10 % when the fleet will be done.
 
-The clock is simulated; text, packing, teacher, `CacheWriter` and `cache.tools.progress` are the package's. Builders share
-an object store in memory that, like the real ones, shows an object whole or not at all and lets one of several
-create-only puts succeed. A kill comes between two puts, or before or after the effect of one. A second start runs beside
-the first, and goes on in the middle of the other's puts. Times are invented: a shard takes 5 minutes (builders differ by
-10 %, three in a hundred are 1.5 to 3 times slower, shards differ by 5 %), a start 1 to 3 minutes, a new machine 1 to 10.
+The clock is simulated; text, packing, `CacheWriter` and `cache.tools.progress` are the package's. Builders share an
+object store in memory that, like the real ones, shows an object whole or not at all and lets one of several create-only
+puts succeed. A kill comes between two puts, or before or after the effect of one. A second start runs beside the first,
+and goes on in the middle of the other's puts. Times are invented: a shard takes 5 minutes (builders differ by 10 %,
+three in a hundred are 1.5 to 3 times slower, shards differ by 5 %), a start 1 to 3 minutes, a new machine 1 to 10.
 
 The control deals out every n-th document and overwrites what is there. Second starts compute other last bits in its
 comparison, as another machine does, so that a shard under another's sidecar shows.

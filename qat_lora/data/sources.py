@@ -151,35 +151,28 @@ def _row_groups(config: TextConfig, unit: Unit) -> list[Unit]:
     return [unit._replace(bytes=size, group=group) for group, size in enumerate(parsed.group_bytes(unit.path()))]
 
 
-def own_units(dealt: Sequence[Unit], builder: int, builders: int) -> list[int]:
-    """Return the numbers of a builder's own units, rising."""
-    own, least = list[int](), [(0, i) for i in range(builders)]
-    for number in sorted(range(len(dealt)), key=lambda number: -dealt[number].bytes):
-        size, i = least[0]
-        heapq.heapreplace(least, (size + dealt[number].bytes, i))
-        own += [number] if i == builder else []
-    return sorted(own)
-
-
 def own_documents(
     config: TextConfig, dealt: Sequence[Unit], first: int = 0, builder: int = 0, builders: int = 1
 ) -> Callable[[int], Iterator[Document]]:
     """Return a builder's own series, numbered anew from 0; documents before number `first` of all are left out."""
-    mine, left_out = own_units(dealt, builder, builders), dict[int, int]()
-    for number, unit in enumerate(dealt if first else ()):
-        left_out[number] = sum(1 for _ in itertools.islice(_unit_loads(config, unit), first - sum(left_out.values())))
+    own, left_out, least = list[int](), list[int](), [(0, i) for i in range(builders)]
+    for number in sorted(range(len(dealt)), key=lambda number: -dealt[number].bytes):
+        size, i = least[0]
+        heapq.heapreplace(least, (size + dealt[number].bytes, i))
+        own += [number] if i == builder else []
+    while (left := first - sum(left_out)) > 0:
+        left_out.append(sum(1 for _ in itertools.islice(_unit_loads(config, dealt[len(left_out)]), left)))
 
     def open_at(start: int) -> Iterator[Document]:
-        each = (itertools.islice(_unit_loads(config, dealt[n]), left_out.get(n, 0), None) for n in mine)
+        each = (itertools.islice(_unit_loads(config, dealt[n]), *left_out[n : n + 1] or [0], None) for n in sorted(own))
         return (load() for load in itertools.islice(itertools.chain.from_iterable(each), start, None))
 
     return open_at
 
 
 def _unit_loads(config: TextConfig, unit: Unit) -> Iterator[_Load]:
-    path = unit.path()
-    _check_text(unit.name, path)
-    return _file_loads(config, unit.name, path, unit.group)
+    _check_text(unit.name, unit.path())
+    return _file_loads(config, unit.name, unit.path(), unit.group)
 
 
 def describe_source(config: TextConfig, dealt: Sequence[Unit] | None = None) -> str:

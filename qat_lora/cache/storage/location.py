@@ -114,10 +114,6 @@ class LocalFolder:
         path = Path(os.path.abspath(self.path))
         return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
 
-    def touch(self, name: str) -> None:
-        """Set the time of a file to now."""
-        (self.path / name).touch()
-
     def lock(self, name: str, kind: folders.Lock) -> contextlib.AbstractContextManager[None]:
         """Hold a lock; OutputExistsError if somebody has it, unless `kind` is to wait."""
         return folders.lock(self.path / name, kind)
@@ -235,14 +231,12 @@ class RemoteFolder:
         with self._writing(name), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
 
-    def touch(self, name: str) -> None:
-        """See `LocalFolder`; an empty object."""
-        with self._writing(name):
-            self._fs.pipe_file(self._path(name), b"")
-
     def lock(self, name: str, kind: folders.Lock) -> contextlib.AbstractContextManager[None]:
-        """Hold no lock: names that are never replaced need none."""
+        """Hold no lock: names that are never replaced need none. The time of a builder's says when it was started."""
         self.require_create()
+        if kind == "exclusive" and name[-1].isdigit():
+            with self._writing(name):
+                self._fs.pipe_file(self._path(name), b"")
         return contextlib.nullcontext()
 
     def _path(self, name: str) -> str:
@@ -293,9 +287,8 @@ class RemoteFolder:
 
 
 def _time(info: dict[str, Any]) -> float:
-    found = next((info[key] for key in ("LastModified", "mtime", "updated", "created") if info.get(key)), 0.0)
-    found = datetime.fromisoformat(found) if isinstance(found, str) else found
-    return found.timestamp() if isinstance(found, datetime) else float(found)
+    said = next((info[key] for key in ("LastModified", "mtime", "updated", "created") if info.get(key)), 0)
+    return said if isinstance(said, int | float) else datetime.fromisoformat(str(said)).timestamp()
 
 
 def _reason(error: BaseException, url: str) -> str:

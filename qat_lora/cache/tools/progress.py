@@ -7,6 +7,8 @@ over draws, of the last builder's end, where each shard to come takes a pooled r
 no less than it has had. The largest mean forecast would be too late: it is that of the unluckiest figure.
 """
 
+import itertools
+import math
 import re
 import statistics
 import time
@@ -36,71 +38,60 @@ def progress(path: Place, rows: int | None = None, now: float | None = None) -> 
         store.read_manifest(place)  # says what is missing
     sidecar, _ = store.read_sidecar(place, fmt.shard_name("train", numbers[0]))
     noted, builders = _LIMIT.search(sidecar.fingerprint.dataset), sidecar.builders
-    rows = rows or (int(noted[1]) if noted else None)
-    commits: list[list[float]] = [[] for _ in range(builders)]
-    for number in numbers:
-        commits[number % builders].append(times[f"{fmt.shard_name('train', number)}.json"])
-    ended = [fmt.part_name(builder) in times for builder in range(builders)]
-    found = {"path": str(place), "builders": builders, "ended": sum(ended), "shards": len(numbers)}
-    found |= {"planned_shards": None, "finish": None, "earliest": None, "latest": None, "last_builder": None}
-    if rows is not None:
-        starts = [times.get(f"{fmt.LOCK}.{builder}", 0.0) for builder in range(builders)]
-        whole = [Partition(builder, builders).of(rows) / sidecar.rows for builder in range(builders)]
-        left = [0.0 if end else max(0.0, w - len(c)) for w, c, end in zip(whole, commits, ended, strict=True)]
-        found |= {"planned_shards": sum(-int(-w // 1) for w in whole), **_finish(commits, starts, left, now)}
+    found: dict[str, Any] = {"path": str(place), "builders": builders, "shards": len(numbers), "planned_shards": None}
+    found |= {"ended": sum(fmt.part_name(i) in times for i in range(builders)), "finish": None, "last_builder": None}
+    if rows := rows or (int(noted[1]) if noted else None):
+        commits: list[list[float]] = [[] for _ in range(builders)]
+        for number in numbers:
+            commits[number % builders].append(times[f"{fmt.shard_name('train', number)}.json"])
+        starts = [times.get(f"{fmt.LOCK}.{i}", 0.0) for i in range(builders)]
+        shards = [Partition(i, builders).of(rows) / sidecar.rows for i in range(builders)]
+        found["planned_shards"] = sum(map(math.ceil, shards))
+        left = [0.0 if fmt.part_name(i) in times else max(0.0, shards[i] - len(commits[i])) for i in range(builders)]
+        if max(map(len, commits)) > 1:
+            found |= _finish(commits, starts, left, now)
     return found
 
 
 def _finish(commits: list[list[float]], starts: list[float], left: list[float], now: float) -> dict[str, Any]:
-    """Return the finish, the range that nine draws in ten fall into, and the builder that is most often the last."""
-    gaps = [np.diff(times) for times in commits]
-    if not any(map(len, gaps)):
-        return {}
-    usual, draw = float(np.median(np.concatenate(gaps))), np.random.default_rng(0)
-    firsts = [(c[0] - s, g) for c, s, g in zip(commits, starts, gaps, strict=True) if len(g) and 0 < s < c[0]]
-    start_s = max(0.0, statistics.median([first - statistics.median_low(g) for first, g in firsts] or [0.0]))
-    fleet = statistics.median([s for c, s in zip(commits, starts, strict=True) if 0 < s < (*c, now)[0]] or [now])
-    clean = [_shard_times(c, s, start_s, fleet) for c, s in zip(commits, starts, strict=True)]
-    # a quarter of what is usual is no pace: two starts put a shard each
-    paces = [statistics.median_low(np.clip(t, usual / 4, None)) if t else 0.0 for t in clean]
-    known = max(p for p, c, s in zip(paces, commits, starts, strict=True) if len(c) > 1 or s < (*c, 0.0)[0])
-    paces = [min(pace or max(usual, now - s - start_s), known) for pace, s in zip(paces, starts, strict=True)]
+    """Return the finish, and the builder that is most often the last."""
+    gaps, draw, every = [np.diff(times) for times in commits], np.random.default_rng(0), range(len(commits))
+    usual, ends = float(np.median(np.concatenate(gaps))), np.full((len(commits), DRAWS), now)
+    whole = [i for i in every if commits[i] and 0 < starts[i] < commits[i][0]]  # not started again since
+    firsts = [commits[i][0] - starts[i] - statistics.median_low(gaps[i]) for i in whole if len(gaps[i])]
+    start_s = max(0.0, statistics.median(firsts or [0.0]))
+    begun = statistics.median([starts[i] for i in whole] or [min(c[0] for c in commits if c) - usual])
+    paces, known = [], usual  # no builder is slower than the slowest of which it is known
+    for i in every:
+        pairs = itertools.pairwise([min([begun, *commits[i]]), *commits[i]])
+        took = [end - starts[i] - start_s if last < starts[i] < end else end - last for last, end in pairs]
+        took = took or [max(usual, now - starts[i] - start_s)]
+        paces.append(max(usual / 4, statistics.median_low(took)))  # two starts may put a shard each
+        known = max(known, paces[i]) if len(commits[i]) > 1 or i in whole else known
+    paces = [min(pace, known) for pace in paces]
     fewest = min(2, max(map(len, gaps)))
-    ratios = np.sort(np.concatenate([g / p for g, p in zip(gaps, paces, strict=True) if len(g) >= fewest]))
-    calm, lost = ratios[ratios <= DELAYED], ratios[ratios > DELAYED] - 1
-    ends = np.full((len(commits), DRAWS), now)
-    for builder, (done, shards, pace) in enumerate(zip(commits, left, paces, strict=True)):
-        if shards:
-            size = int(np.ceil(shards)), DRAWS
-            taken = draw.choice(calm, size) if len(calm) else np.ones(size)
-            if len(lost):  # a slow builder's shard is exposed for longer, and more of it is lost
-                struck = draw.random(size) < len(lost) / len(ratios) * pace / usual
-                taken += struck * draw.choice(lost, size) * (1 + usual / pace) / 2
-            last = max(starts[builder], done[-1] if done else fleet)
-            silence = (now - last) / pace
+    ratios = np.sort(np.concatenate([gaps[i] / paces[i] for i in every if len(gaps[i]) >= fewest]))
+    calm, lost = np.append(ratios[ratios <= DELAYED], 1), np.append(ratios[ratios > DELAYED], 1) - 1
+    for i in every:
+        if left[i]:
+            size, slow = (math.ceil(left[i]), DRAWS), paces[i] / usual
+            # a slow builder's shard is exposed for longer, and more of it is lost
+            struck = draw.random(size) < len(lost) / len(ratios) * slow
+            taken = draw.choice(calm, size) + struck * draw.choice(lost, size) * (1 + 1 / slow) / 2
+            last = max([starts[i], *(commits[i] or [begun])])
+            silence = (now - last) / paces[i]
             longer = ratios[min(np.searchsorted(ratios, silence), len(ratios) - 1) :]
             taken[0] = np.where(taken[0] > silence, taken[0], draw.choice(longer, DRAWS).clip(silence))
-            taken[-1] *= shards % 1 or 1
-            ends[builder] = last + pace * taken.sum(0)
-    early, middle, late = np.quantile(ends.max(0), [0.05, 0.5, 0.95]).tolist()
-    last_builder = int(np.bincount(ends.argmax(0)).argmax())
-    return {"finish": middle, "earliest": early, "latest": late, "last_builder": last_builder}
-
-
-def _shard_times(commits: list[float], start: float, start_s: float, fleet: float) -> list[float]:
-    """Return what each committed shard took, from the last start where that lies in it."""
-    pairs = zip([min(fleet, *commits), *commits], commits, strict=False) if commits else ()
-    return [end - start - start_s if begun < start < end else end - begun for begun, end in pairs]
+            taken[-1] *= left[i] % 1 or 1
+            ends[i] = last + paces[i] * taken.sum(0)
+    return {"finish": float(np.median(ends.max(0))), "last_builder": int(np.bincount(ends.argmax(0)).argmax())}
 
 
 def render(found: dict[str, Any]) -> str:
     """Return what `progress` found as text for a terminal."""
-    planned = "" if found["planned_shards"] is None else f" of {found['planned_shards']:,}"
-    text = f"{found['path']}: unfinished: {found['shards']:,}{planned} shards, {found['ended']:,} of "
-    text += f"{found['builders']:,} builders have ended"
+    text = "{path}: unfinished: {shards:,} of {planned_shards} shards; {ended:,} of {builders:,} builders have ended; "
     if found["finish"] is None:
-        return f"{text}; for a forecast give the build's training rows as --rows, and wait for two shards of a builder"
-    ends = (datetime.fromtimestamp(found[name], UTC) for name in ("finish", "earliest", "latest"))
-    return text + "\nfinish {:%Y-%m-%d %H:%M} ({:%d, %H:%M} to {:%d, %H:%M} UTC), last builder {}".format(
-        *ends, found["last_builder"]
-    )
+        text += "for a forecast give the training rows as --rows, and wait for a builder's second shard"
+        return text.format_map({**found, "planned_shards": found["planned_shards"] or "?"})
+    finish = datetime.fromtimestamp(found["finish"], UTC)
+    return f"{text}finish {finish:%Y-%m-%d %H:%M} UTC, last builder {{last_builder}}".format_map(found)
