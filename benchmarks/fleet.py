@@ -312,7 +312,7 @@ class Fleet:
             if len(self.done) == self.builders:  # a start after that has nothing to do
                 break
             if asked and Store.sidecars >= asked[0] * shards:
-                self.forecasts[f"{asked.pop(0):.0%}"] = progress(PLACE, now=Store.clock)["finish"] - BEGUN
+                self.forecasts[f"{asked.pop(0):.0%}"] = (progress(PLACE, now=Store.clock) or {})["finish"] - BEGUN
         self.seconds = Store.objects.get("cache/manifest.json", (b"", 0.0))[1] - BEGUN
 
 

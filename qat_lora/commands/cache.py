@@ -22,7 +22,7 @@ from qat_lora.cache.tools import overlap
 from qat_lora.cache.tools.audit import audit, check_teacher, summary
 from qat_lora.cache.tools.audit import table_rows as audit_rows
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows, share, take_eval
-from qat_lora.data.sources import TextConfig, Unit, describe_source, open_documents, own_documents, units
+from qat_lora.data.sources import TextConfig, describe_source, open_documents, own_documents, units
 from qat_lora.errors import ConfigError, InterruptedRunError, OvertakenError
 from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.files import outputs
@@ -56,7 +56,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     teacher, tokenizer, folder, about = _open_teacher(options, runtime, noted)
     lm_head = lm_head_file(teacher.lm_head()) if options.hidden and not isinstance(teacher, ServedTeacher) else None
     dealt = units(text, part.builders)
-    fingerprint = _fingerprint(options, about, lm_head, dealt)
+    fingerprint = _fingerprint(options, about, lm_head)
     encode = make_encoder(tokenizer)
     say(run, f"{runtime.description} · {run.dtype} · cache in {out}")
     documents = own_documents(text, dealt) if dealt else partial(open_documents, text)
@@ -161,11 +161,10 @@ def _open_teacher(
     return teacher, tokenizer, folder, about
 
 
-def _fingerprint(
-    options: CacheBuildOptions, about: dict[str, Any], lm_head: LMHeadFile | None, dealt: list[Unit] | None
-) -> Fingerprint:
+def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMHeadFile | None) -> Fingerprint:
     """Return what the cache is to hold; `about` are the fields of teacher and tokenizer."""
     run, builders = options.run, Partition.parse(options.builder).builders
+    dealt = units(options.text, builders)
     packing = "documents with bos and eos; attention and positions restart at each"
     hidden = (lm_head.width, lm_head.sha256) if lm_head else ()
     return Fingerprint(

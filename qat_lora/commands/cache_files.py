@@ -42,15 +42,12 @@ def verify(path: str, quiet: bool, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="print it as JSON [default: off]")
 def info(path: str, tokenizer: str | None, plot: str | None, rows: int | None, as_json: bool) -> None:
     """Show what is in a cache: sizes, origin, the mass that the head misses, a few rows; or its finish."""
-    from qat_lora.cache.format.layout import MANIFEST
-    from qat_lora.cache.storage.location import locate
     from qat_lora.cache.storage.store import read_manifest
     from qat_lora.cache.tools import progress
     from qat_lora.cache.tools.describe import describe, plot_tail_mass, render
     from qat_lora.files.finite import json_text
 
-    if not locate(path).has(MANIFEST):
-        found = progress.progress(path, rows)
+    if found := progress.progress(path, rows):
         return echo(json_text(found, path, indent=2) if as_json else progress.render(found))
     decode = None
     if tokenizer is not None:

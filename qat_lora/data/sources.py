@@ -5,9 +5,8 @@ and `open_documents(config, start=n)` continues at number n. Folders are read in
 rows in the order of their file; nothing is shuffled here (rows are later, by a seed), and blank documents keep their
 numbers. Skipped documents are not parsed.
 
-Of several builders each opens its own files, or row groups of Parquet files where there are few (`units`): every n-th
-document of everything would have n machines read, and of a bucket copy, the whole text. Units are dealt out by size,
-the largest first to whoever has least. Only a text with fewer units than builders is dealt out by documents.
+Of several builders each opens its own files, or row groups where files are few: dealing out documents has n machines
+read, and copy from a bucket, everything. Only a text with fewer of these `units` than builders is dealt out so.
 
 Local text is read with the standard library (Parquet with pyarrow); `datasets` serves the hub and folders that it
 saved. Its generic loaders would first copy local text into its cache and make every line a document.
@@ -164,15 +163,15 @@ def own_documents(
         left_out.append(sum(1 for _ in itertools.islice(_unit_loads(config, dealt[len(left_out)]), left)))
 
     def open_at(start: int) -> Iterator[Document]:
-        each = (itertools.islice(_unit_loads(config, dealt[n]), *left_out[n : n + 1] or [0], None) for n in sorted(own))
+        each = (itertools.islice(_unit_loads(config, dealt[n]), sum(left_out[n : n + 1]), None) for n in sorted(own))
         return (load() for load in itertools.islice(itertools.chain.from_iterable(each), start, None))
 
     return open_at
 
 
 def _unit_loads(config: TextConfig, unit: Unit) -> Iterator[_Load]:
-    _check_text(unit.name, unit.path())
-    return _file_loads(config, unit.name, unit.path(), unit.group)
+    _check_text(unit.name, path := unit.path())
+    return _file_loads(config, unit.name, path, unit.group)
 
 
 def describe_source(config: TextConfig, dealt: Sequence[Unit] | None = None) -> str:
@@ -231,10 +230,7 @@ def _is_saved_dataset(path: Path) -> bool:
 
 
 def _files(path: Path, config: TextConfig) -> list[tuple[str, Path]]:
-    """Return (relative path, path) of the files to read, in order.
-
-    A file that is no text is refused here, before the first document, not after hours at its place in the order.
-    """
+    """Return (relative path, path) of the files to read, in order; one that is no text is refused now, not in hours."""
     files = _chosen_files(path, config)
     for name, file in files:
         _check_text(name, file)

@@ -26,16 +26,17 @@ DRAWS, DELAYED = 200, 1.3  # a shard that takes so many times its pace was delay
 _LIMIT = re.compile(r" first ([0-9]+) rows\Z")  # as `cache build --num-rows` notes it
 
 
-def progress(path: Place, rows: int | None = None, now: float | None = None) -> dict[str, Any]:
+def progress(path: Place, rows: int | None = None, now: float | None = None) -> dict[str, Any] | None:
     """Return what an unfinished cache holds and, where its training rows are known, its finish in seconds since 1970.
 
-    `rows` are by default those of `--num-rows`. CacheError: there is no shard yet.
+    `rows` are by default those of `--num-rows`. None for a finished cache; CacheError: there is no shard yet.
     """
     place, now = locate(path), time.time() if now is None else now
     times = place.times()
     numbers = sorted(n for name in times if (n := fmt.shard_number("train", name.removesuffix(".json"))) is not None)
-    if not numbers:
+    if fmt.MANIFEST in times or not numbers:
         store.read_manifest(place)  # says what is missing
+        return None
     sidecar, _ = store.read_sidecar(place, fmt.shard_name("train", numbers[0]))
     noted, builders = _LIMIT.search(sidecar.fingerprint.dataset), sidecar.builders
     found: dict[str, Any] = {"path": str(place), "builders": builders, "shards": len(numbers), "planned_shards": None}
