@@ -77,4 +77,4 @@ def test_without_a_number_of_rows_there_is_no_forecast(tmp_path, fingerprint, ra
         writer.append(random_rows(fp, 4), [None] * 4)
         writer.stop()
     found = progress(tmp_path / "c")
-    assert found["finish"] is None and "2 of ? shards" in render(found) and "--rows" in render(found)
+    assert found["finish"] is None and "2 of None shards" in render(found) and "--rows" in render(found)

@@ -90,9 +90,10 @@ def _finish(commits: list[list[float]], starts: list[float], left: list[float], 
 
 def render(found: dict[str, Any]) -> str:
     """Return what `progress` found as text for a terminal."""
+    ends = "not known yet: give the training rows as --rows, and wait for a builder's second shard"
+    if found["finish"] is not None:
+        ends = (
+            f"{datetime.fromtimestamp(found['finish'], UTC):%Y-%m-%d %H:%M} UTC, last builder {found['last_builder']}"
+        )
     text = "{path}: unfinished: {shards:,} of {planned_shards} shards; {ended:,} of {builders:,} builders have ended; "
-    if found["finish"] is None:
-        text += "for a forecast give the training rows as --rows, and wait for a builder's second shard"
-        return text.format_map({**found, "planned_shards": found["planned_shards"] or "?"})
-    finish = datetime.fromtimestamp(found["finish"], UTC)
-    return f"{text}finish {finish:%Y-%m-%d %H:%M} UTC, last builder {{last_builder}}".format_map(found)
+    return f"{text}finish {{ends}}".format_map({**found, "ends": ends})
