@@ -83,7 +83,7 @@ class CacheBuildOptions:
     teacher_batch_size: int = _rows(8, "rows of a teacher forward", alias="batch_size", common=True)
     shard_rows: int | None = _rows(None, "rows of a shard; default: about 128 MB")
     device_map: DeviceMap = option("none", HELP["device_map"])
-    builder: str = option("0/1", "i/n: this is builder i of n that fill --out together, each with every n-th document")
+    builder: str = option("0/1", "i/n: this is builder i of n that fill --out together, each with its own files")
     dry_run: bool = common(False, "time a few batches, print hours, bytes and free disk, and write nothing")
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run", without=("chips.parallel", "chips.shard_base"))

@@ -68,6 +68,7 @@ def test_every_command_that_makes_something_is_compared():
         "doctor",
         "bench",
         "examples",
+        "fleet",
         "cache unpack",
         "cache generate",
         "rounds",

@@ -106,6 +106,7 @@ HOW: tuple[tuple[str, Run | Not | Installs], ...] = (
     (r"^make (wheel|test-lowest)", Not("minutes and gigabytes; for whoever releases")),
     (r"^make VENV", Not("`make test` with an environment that is there")),
     (r"^gcloud ", Not("needs Google Cloud")),
+    (r"^qat-lora fleet|gs://b/c", Not("needs a bucket; tests/commands/test_commands_fleet.py runs the manifests")),
     (r"benchmarks/\w+\.py|--dataset <Lib>|^qat-lora cache audit c ", Not("minutes to hours; its result is committed")),
     (r"^python tests/", Not("for whoever changes the code")),
     (r"--tpu --num-chips 2 \.\.\.|cache build --tpu --num-chips all", Not("a process a chip needs the chips")),

@@ -22,7 +22,7 @@ from qat_lora.cache.tools import overlap
 from qat_lora.cache.tools.audit import audit, check_teacher, summary
 from qat_lora.cache.tools.audit import table_rows as audit_rows
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows, share, take_eval
-from qat_lora.data.sources import TextConfig, describe_source, open_documents
+from qat_lora.data.sources import TextConfig, describe_source, open_documents, own_documents, units
 from qat_lora.errors import ConfigError, InterruptedRunError, OvertakenError
 from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.files import outputs
@@ -55,13 +55,14 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     noted = None if run.overwrite else noted_fingerprint(place)
     teacher, tokenizer, folder, about = _open_teacher(options, runtime, noted)
     lm_head = lm_head_file(teacher.lm_head()) if options.hidden and not isinstance(teacher, ServedTeacher) else None
+    dealt = units(text, part.builders)
     fingerprint = _fingerprint(options, about, lm_head)
     encode = make_encoder(tokenizer)
     say(run, f"{runtime.description} · {run.dtype} · cache in {out}")
-    documents = partial(open_documents, text)
+    documents = own_documents(text, dealt) if dealt else partial(open_documents, text)
     evaluation, first = take_eval(documents, encode, options.length, options.eval_rows)
     evaluation = [] if part.builder else evaluation
-    rest = share(documents, first, part.builder, part.builders)
+    rest = own_documents(text, dealt, first, *part) if dealt else share(documents, first, *part)
     max_rows = options.num_rows and part.of(options.num_rows)
     batch_rows = 1 if isinstance(teacher, LlamaCppModel) else options.teacher_batch_size  # it computes them one by one
     device = runtime.device if isinstance(teacher, CausalLM) else "cpu"
@@ -163,12 +164,13 @@ def _open_teacher(
 def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMHeadFile | None) -> Fingerprint:
     """Return what the cache is to hold; `about` are the fields of teacher and tokenizer."""
     run, builders = options.run, Partition.parse(options.builder).builders
+    dealt = units(options.text, builders)
     packing = "documents with bos and eos; attention and positions restart at each"
     hidden = (lm_head.width, lm_head.sha256) if lm_head else ()
     return Fingerprint(
         **about,
-        dataset=describe_source(options.text) + (f" first {options.num_rows} rows" if options.num_rows else ""),
-        packing=packing + (f"; dealt out to {builders} builders" if builders > 1 else ""),
+        dataset=describe_source(options.text, dealt) + (f" first {options.num_rows} rows" if options.num_rows else ""),
+        packing=packing + (f"; {'units ' * bool(dealt)}dealt out to {builders} builders" if builders > 1 else ""),
         length=options.length,
         top_k=options.top_k,
         temperatures=tuple(sorted(set(options.temperatures))),

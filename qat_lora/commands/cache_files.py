@@ -38,13 +38,17 @@ def verify(path: str, quiet: bool, as_json: bool) -> None:
 @click.argument("path")
 @click.option("--tokenizer", metavar="FOLDER", help="the teacher's folder; then rows are shown as text [default: ids]")
 @click.option("--plot", metavar="FILE", help="draw the mass that the head misses as PNG [default: no plot]")
+@click.option("--rows", type=click.IntRange(1), help="training rows planned, for a forecast [default: --num-rows]")
 @click.option("--json", "as_json", is_flag=True, help="print it as JSON [default: off]")
-def info(path: str, tokenizer: str | None, plot: str | None, as_json: bool) -> None:
-    """Show what is in a cache: sizes, origin, the mass that the head misses, a few rows."""
+def info(path: str, tokenizer: str | None, plot: str | None, rows: int | None, as_json: bool) -> None:
+    """Show what is in a cache: sizes, origin, the mass that the head misses, a few rows; or its finish."""
     from qat_lora.cache.storage.store import read_manifest
+    from qat_lora.cache.tools import progress
     from qat_lora.cache.tools.describe import describe, plot_tail_mass, render
     from qat_lora.files.finite import json_text
 
+    if found := progress.progress(path, rows):
+        return echo(json_text(found, path, indent=2) if as_json else progress.render(found))
     decode = None
     if tokenizer is not None:
         from qat_lora.models.load import load_tokenizer, tokenizer_sha256

@@ -34,14 +34,16 @@ class Row(NamedTuple):
     load: Callable[[], dict[str, Any]]
 
 
-def file_rows(name: str, path: Path) -> Iterator[Row]:
-    """Yield the rows of a .jsonl (or JSON lines in a .json), .json or .parquet file; blank lines are no rows.
+def file_rows(name: str, path: Path, group: int | None = None) -> Iterator[Row]:
+    """Yield the rows of a .jsonl (or JSON lines in a .json), .json or .parquet file, of a row `group` alone if given.
+
+    Blank lines are no rows.
 
     TextError: not JSON or Parquet, no permission, a row of more than `ROW_CHARS`; MissingExtraError: no pyarrow.
     """
     with reading(name):
         if path.suffix.lower() == ".parquet":
-            yield from _parquet_rows(name, path)
+            yield from _parquet_rows(name, path, group)
             return
         with open_text(path) as file:
             if path.suffix.lower() == ".json" and file.read(4096).lstrip().startswith("["):
@@ -54,15 +56,21 @@ def file_rows(name: str, path: Path) -> Iterator[Row]:
                 yield Row(f"{name}:{number}", partial(_parse_row, line, f"{name}:{number}"))
 
 
-def _parquet_rows(name: str, path: Path) -> Iterator[Row]:
+def group_bytes(path: Path) -> list[int]:
+    """Return the sizes of a Parquet file's row groups."""
+    meta = require("pyarrow.parquet", "hub").read_metadata(path)
+    return [meta.row_group(i).total_byte_size for i in range(meta.num_row_groups)]
+
+
+def _parquet_rows(name: str, path: Path, group: int | None) -> Iterator[Row]:
     arrow, parquet = require("pyarrow", "hub"), require("pyarrow.parquet", "hub")
     try:
         with parquet.ParquetFile(path, buffer_size=_READ_CHARS) as table:
             meta = table.metadata
             size = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
             at_once = max(1, min(1024, _PARQUET_BYTES * meta.num_rows // max(size, 1)))
-            i = itertools.count()
-            for batch in table.iter_batches(at_once):
+            i = itertools.count(sum(meta.row_group(before).num_rows for before in range(group or 0)))
+            for batch in table.iter_batches(at_once, None if group is None else [group]):
                 fields = batch.schema.names
                 columns = [_column(batch.column(j), f"{name}: field {field!r}") for j, field in enumerate(fields)]
                 for values in zip(*columns, strict=True):

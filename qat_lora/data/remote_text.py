@@ -4,13 +4,15 @@ Reading it in place would fetch it several times: to look at, to name it by its 
 process. A copy is named by the URL and by what the store lists (names, sizes, versions), so changed text is another.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,8 @@ def fetched(url: str) -> Path:
     """
     if url.startswith(("file://", "local://")):
         return Path(url.split("://", 1)[1])
-    extra, shown = URL_EXTRAS.get(url.split("://")[0], "gcs"), redact(url)
-    fsspec = require("fsspec.core", extra)
-    try:
-        fs, root = fsspec.url_to_fs(url)
+    shown = redact(url)
+    with _reading(url) as (fs, root):
         files = {path: info for path, info in fs.find(root, detail=True).items() if info.get("type") != "directory"}
         if not files:
             raise TextError(f"dataset: {shown}: nothing is there; check the address")
@@ -47,6 +47,24 @@ def fetched(url: str) -> Path:
         if not home.is_dir():
             _copy(fs, files, root, home, name)
         return home / name
+
+
+def listing(url: str, patterns: Sequence[str]) -> list[tuple[str, int]]:
+    """Return the files behind a URL that fit a pattern, by name, with sizes; a file by itself has the name ""."""
+    with _reading(url) as (fs, root):
+        found = {path[len(root) :].strip("/"): info for path, info in fs.find(root, detail=True).items()}
+        fits = re.compile("|".join(map(require("fsspec.utils", "gcs").glob_translate, patterns))).match
+        shown = (name for name in sorted(found) if not name.startswith(".") and "/." not in name)
+        return [(name, int(found[name]["size"])) for name in shown if not name or fits(name)]
+
+
+@contextlib.contextmanager
+def _reading(url: str) -> Iterator[tuple[Any, str]]:
+    """Yield a URL's file system and root, and turn what drivers raise into one line."""
+    extra, shown = URL_EXTRAS.get(url.split("://")[0], "gcs"), redact(url)
+    fsspec = require("fsspec.core", extra)
+    try:
+        yield fsspec.url_to_fs(url)
     except ImportError:
         raise MissingExtraError(f"{shown}: its driver is not installed: pip install 'qat-lora[{extra}]'") from None
     except QatLoraError:

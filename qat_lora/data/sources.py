@@ -5,28 +5,34 @@ and `open_documents(config, start=n)` continues at number n. Folders are read in
 rows in the order of their file; nothing is shuffled here (rows are later, by a seed), and blank documents keep their
 numbers. Skipped documents are not parsed.
 
+Of several builders each opens its own files, or row groups where files are few: dealing out documents has n machines
+read, and copy from a bucket, everything. Only a text with fewer of these `units` than builders is dealt out so.
+
 Local text is read with the standard library (Parquet with pyarrow); `datasets` serves the hub and folders that it
 saved. Its generic loaders would first copy local text into its cache and make every line a document.
 """
 
 import hashlib
+import heapq
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from qat_lora.config import HELP, common, option
+from qat_lora.data import file_rows as parsed
 from qat_lora.data.file_rows import ROW_SUFFIXES, Row, as_row, file_rows, lines_of, open_text, reading, well_formed
 from qat_lora.data.layouts import CHATS, Format, articles, layout_of, starts_with_title, text_of, tokens_of
-from qat_lora.data.remote_text import fetched
+from qat_lora.data.remote_text import fetched, listing
 from qat_lora.data.tokenize import WINDOW_CHARS, slices
 from qat_lora.errors import TextError, one_line
 from qat_lora.extras import require
 
 PLAIN_SUFFIXES = (".txt", ".md", ".rst", ".py")
+FILES_A_BUILDER = 8  # with fewer, Parquet files are divided into row groups, so that shares differ less
 
 
 @dataclass(frozen=True)
@@ -108,16 +114,75 @@ def open_documents(config: TextConfig, start: int = 0) -> Iterator[Document]:
     raise TextError(f"dataset: {config.dataset} is empty: {len(seen)} documents, all blank; give some text")
 
 
-def describe_source(config: TextConfig) -> str:
+class Unit(NamedTuple):
+    """A file, or a row group of one: what a builder owns."""
+
+    name: str
+    path: Callable[[], Path]  # copies a file from behind a URL when it is first read
+    bytes: int
+    group: int | None = None
+
+
+def units(config: TextConfig, builders: int) -> list[Unit] | None:
+    """Return what is dealt out to builders, in the order of the text; None: one builder, or deal out documents."""
+    url, found = str(config.dataset), list[Unit]()
+    if builders == 1 or ("://" in url and config.files_from):
+        return None
+    if far := "://" in url and not url.startswith(("file://", "local://")):
+        for name, size in listing(url, config.glob):
+            found.append(Unit(name, partial(fetched, f"{url.rstrip('/')}/{name}" if name else url), size))
+    elif (path := _local_path(config)) is not None and not _is_saved_dataset(path):
+        found = [Unit(name, partial(Path, file), file.stat().st_size) for name, file in _chosen_files(path, config)]
+    if len(found) < builders * (1 if far else FILES_A_BUILDER):  # far: to see its row groups a file is copied
+        found = [part for unit in found for part in _row_groups(config, unit)]
+    return found if len(found) >= builders else None
+
+
+def _row_groups(config: TextConfig, unit: Unit) -> list[Unit]:
+    if not unit.name.lower().endswith(".parquet") or _is_articles(file_rows(unit.name, unit.path()), config):
+        return [unit]  # articles go on over the ends of row groups
+    return [unit._replace(bytes=size, group=group) for group, size in enumerate(parsed.group_bytes(unit.path()))]
+
+
+def own_documents(
+    config: TextConfig, dealt: Sequence[Unit], first: int = 0, builder: int = 0, builders: int = 1
+) -> Callable[[int], Iterator[Document]]:
+    """Return a builder's own series, numbered anew from 0; documents before number `first` of all are left out."""
+    own, left_out, least = list[int](), list[int](), [(0, i) for i in range(builders)]
+    for number in sorted(range(len(dealt)), key=lambda number: -dealt[number].bytes):
+        size, i = least[0]
+        heapq.heapreplace(least, (size + dealt[number].bytes, i))
+        own += [number] if i == builder else []
+    while (left := first - sum(left_out)) > 0:
+        left_out.append(sum(1 for _ in itertools.islice(_unit_loads(config, dealt[len(left_out)]), left)))
+
+    def open_at(start: int) -> Iterator[Document]:
+        each = (itertools.islice(_unit_loads(config, dealt[n]), sum(left_out[n : n + 1]), None) for n in sorted(own))
+        return (load() for load in itertools.islice(itertools.chain.from_iterable(each), start, None))
+
+    return open_at
+
+
+def _unit_loads(config: TextConfig, unit: Unit) -> Iterator[_Load]:
+    _check_text(unit.name, path := unit.path())
+    return _file_loads(config, unit.name, path, unit.group)
+
+
+def describe_source(config: TextConfig, dealt: Sequence[Unit] | None = None) -> str:
     """Return what the text is, as canonical JSON: equal text, equal description, wherever it lies.
 
     Local text counts by relative paths, sizes and content (sha256), a hub dataset by name, configuration, split
-    and revision: without `dataset_revision` a change on the hub goes unnoticed. Raises as `open_documents` does.
+    and revision: without `dataset_revision` a change on the hub goes unnoticed. So does one of `dealt` text that keeps
+    names and sizes, since no builder reads all of it. Raises as `open_documents` does.
     """
     layout = {"format": config.format, "text_field": config.text_field}
-    path = _local_path(config)
+    path = None if dealt else _local_path(config)
     described: dict[str, Any]
-    if path is None:
+    if dealt:
+        names = json.dumps([(unit.name, unit.group, unit.bytes) for unit in dealt]).encode()
+        size = sum(unit.bytes for unit in dealt)
+        described = {"kind": "units", "units": len(dealt), "bytes": size, "sha256": hashlib.sha256(names).hexdigest()}
+    elif path is None:
         described = {"kind": "hub", "dataset": config.dataset, "config": config.dataset_config}
         described |= {"split": config.split, "revision": config.dataset_revision}
     elif _is_saved_dataset(path):
@@ -159,23 +224,24 @@ def _is_saved_dataset(path: Path) -> bool:
 
 
 def _files(path: Path, config: TextConfig) -> list[tuple[str, Path]]:
-    """Return (relative path, path) of the files to read, in order.
-
-    A file that is no text is refused here, before the first document, not after hours at its place in the order.
-    """
+    """Return (relative path, path) of the files to read, in order; one that is no text is refused now, not in hours."""
     files = _chosen_files(path, config)
     for name, file in files:
-        if file.suffix.lower() in ROW_SUFFIXES:
-            continue
-        with reading(name), file.open("rb") as opened:
-            start = opened.read(1 << 16)
-        text = start.decode("utf-8-sig", errors="replace")
-        # Python sources may declare an old encoding, which costs a few characters, so they are read all the same
-        replaced = 0 if file.suffix == ".py" else text.count("\ufffd")
-        if b"\0" in start or replaced > len(text) / 10:
-            remedy = "convert it, or leave it out with --glob or --files-from"
-            raise TextError(f"dataset: {name} is not UTF-8 text; {remedy}")
+        _check_text(name, file)
     return files
+
+
+def _check_text(name: str, file: Path) -> None:
+    if file.suffix.lower() in ROW_SUFFIXES:
+        return
+    with reading(name), file.open("rb") as opened:
+        start = opened.read(1 << 16)
+    text = start.decode("utf-8-sig", errors="replace")
+    # Python sources may declare an old encoding, which costs a few characters, so they are read all the same
+    replaced = 0 if file.suffix == ".py" else text.count("\ufffd")
+    if b"\0" in start or replaced > len(text) / 10:
+        remedy = "convert it, or leave it out with --glob or --files-from"
+        raise TextError(f"dataset: {name} is not UTF-8 text; {remedy}")
 
 
 def _chosen_files(path: Path, config: TextConfig) -> list[tuple[str, Path]]:
@@ -211,10 +277,10 @@ def _listed_files(folder: Path, files_from: str) -> list[tuple[str, Path]]:
     return [(name, folder / name) for name in names]
 
 
-def _file_loads(config: TextConfig, name: str, path: Path) -> Iterator[_Load]:
+def _file_loads(config: TextConfig, name: str, path: Path, group: int | None = None) -> Iterator[_Load]:
     name = well_formed(name)
     if path.suffix.lower() in ROW_SUFFIXES:
-        return _row_loads(name, lambda _: file_rows(name, path), config)
+        return _row_loads(name, lambda _: file_rows(name, path, group), config)
     if config.format in CHATS:
         raise TextError(f"format: {config.format} needs rows ({', '.join(ROW_SUFFIXES)}), and {name} is plain text")
     if config.format == "wikitext" or (config.format == "auto" and starts_with_title(TextFile(name, path))):
@@ -268,15 +334,19 @@ def _dataset_loads(dataset: Any, config: TextConfig, start: int) -> Iterator[_Lo
 
 def _row_loads(name: str, rows: Callable[[int], Iterator[Row]], config: TextConfig, start: int = 0) -> Iterator[_Load]:
     """Return the documents from `start` on: the rows from a number on, or the articles of which they are the lines."""
-    wikitext = config.format == "wikitext"
-    if config.format == "auto":  # the first row that is not blank tells
-        found = (_row_document(row, config) for row in rows(0))
-        first = next((document for document in found if not document.is_blank), None)
-        wikitext = first is not None and first.text is not None and starts_with_title(first.parts())
-    if not wikitext:
+    if not _is_articles(rows(0), config):
         return (partial(_row_document, row, config) for row in rows(start))
     lines = (line for row in rows(0) for line in text_of(row, config.text_field).removesuffix("\n").split("\n"))
     return itertools.islice(_article_loads(name, lines), start, None)
+
+
+def _is_articles(rows: Iterable[Row], config: TextConfig) -> bool:
+    """Tell whether rows are lines of WikiText; with `auto` the first that is not blank tells."""
+    if config.format != "auto":
+        return config.format == "wikitext"
+    found = (_row_document(row, config) for row in rows)
+    first = next((document for document in found if not document.is_blank), None)
+    return first is not None and first.text is not None and starts_with_title(first.parts())
 
 
 def _row_document(row: Row, config: TextConfig) -> Document:

@@ -215,7 +215,7 @@ def test_killed_at_the_end_and_ending_together(tmp_path, races):
 
 def test_two_builds_of_a_text_hold_all_of_it_once(tmp_path, tiny):
     """Through the command: documents dealt out, evaluation rows from builder 0 only, against a packing by hand."""
-    from qat_lora.data.sources import TextConfig, open_documents
+    from qat_lora.data.sources import TextConfig, open_documents, own_documents, units
     from qat_lora.models.load import load_tokenizer
     from qat_lora.options import CacheBuildOptions, RunConfig
     from qat_lora.registry import COMMANDS
@@ -257,15 +257,18 @@ def test_two_builds_of_a_text_hold_all_of_it_once(tmp_path, tiny):
     dataset = KDCacheDataset(out)
     held = dataset.rows(range(len(dataset)))["input_ids"]
     place = 0
-    streams = {0: [], 1: []}
+    streams, seen = {0: [], 1: []}, []
     for entry in dataset.manifest.train:
         streams[int(entry.shard[2:]) % 2].append(held[place : place + entry.rows])
         place += entry.rows
     for builder, parts in streams.items():
-        wanted = list(
-            itertools.chain.from_iterable(d for j, d in enumerate(documents) if j >= first and j % 2 == builder)
-        )
+        own = {document.name for document in own_documents(text, units(text, 2), first, builder, 2)(0)}
+        mine = [j for j, document in enumerate(open_documents(text)) if document.name in own]
+        assert len(mine) == len(own) and min(mine) >= first
+        seen += mine
+        wanted = list(itertools.chain.from_iterable(documents[j] for j in mine))
         stream = np.concatenate(parts).reshape(-1)
         assert 0 <= len(stream) - len(wanted) < length
         np.testing.assert_array_equal(stream[: len(wanted)], wanted)
+    assert sorted(seen) == list(range(first, len(documents)))
     shutil.rmtree(out)

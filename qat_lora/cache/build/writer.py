@@ -9,7 +9,7 @@ writes none, where other dataset writers happily seal half a dataset.
 Evaluation rows come first, as a shard series of their own (`e-`), then the training rows (`s-`). A cache is a pure
 function of its rows: no dates, no host names, so equal builds have equal bytes.
 
-Of n builders that fill one folder, builder i owns the documents j with j mod n = i and the shard numbers j mod n = i.
+Of n builders that fill one folder, builder i owns its part of the text and the shard numbers j with j mod n = i.
 It never waits for another and never writes a name that another writes, so builders may run on machines that share
 nothing but the folder, and each resumes by itself. A coordinator, or documents drawn from a common queue, would balance
 the load better, but then the rows would depend on timing, and no killed build could be continued to the same bytes. A

@@ -24,6 +24,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -56,6 +57,10 @@ class LocalFolder:
     def names(self) -> list[str]:
         """Return the names in the folder, sorted; none if there is no folder."""
         return sorted(os.listdir(self.path)) if self.path.is_dir() else []
+
+    def times(self) -> dict[str, float]:
+        """Return when each file of the folder was written, in seconds since 1970."""
+        return {file.name: file.stat().st_mtime for file in os.scandir(self.path)} if self.path.is_dir() else {}
 
     def has(self, name: str) -> bool:
         """Return whether there is something of that name, be it a dead link."""
@@ -148,6 +153,12 @@ class RemoteFolder:
             return sorted(name for name in found if name)
         return []
 
+    def times(self) -> dict[str, float]:
+        """See `LocalFolder`; 0 where the store does not say."""
+        with self._reading(""), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return {info["name"].rsplit("/", 1)[-1]: _time(info) for info in self._fs.ls(self._root, detail=True)}
+        return {}
+
     def has(self, name: str) -> bool:
         """See `LocalFolder`."""
         with contextlib.suppress(FileNotFoundError):
@@ -219,8 +230,11 @@ class RemoteFolder:
             self._fs.rm_file(self._path(name))
 
     def lock(self, name: str, kind: folders.Lock) -> contextlib.AbstractContextManager[None]:
-        """Hold no lock: names that are never replaced need none."""
+        """Hold no lock: names that are never replaced need none. The time of a builder's says when it was started."""
         self.require_create()
+        if kind == "exclusive" and name[-1].isdigit():
+            with self._writing(name):
+                self._fs.pipe_file(self._path(name), b"")
         return contextlib.nullcontext()
 
     def _path(self, name: str) -> str:
@@ -268,6 +282,11 @@ class RemoteFolder:
             raise
         except Exception as error:
             raise OSError(errno.EIO, f"{name}: {_reason(error, self.url)}") from error
+
+
+def _time(info: dict[str, Any]) -> float:
+    said = next((info[key] for key in ("LastModified", "mtime", "updated", "created") if info.get(key)), 0)
+    return said if isinstance(said, int | float) else datetime.fromisoformat(str(said)).timestamp()
 
 
 def _reason(error: BaseException, url: str) -> str:
