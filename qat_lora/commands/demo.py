@@ -170,10 +170,7 @@ def _train(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig) -> Non
 
 
 class Muon(torch.optim.Optimizer):
-    """torch.optim.Muon with updates of AdamW's size, whose products are in a `dtype` that the device is fast in.
-
-    torch's are in bfloat16, which a CPU may emulate, some 80 times slower: three quarters of a step.
-    """
+    """torch.optim.Muon with updates of AdamW's size; products in `dtype`, as a CPU may emulate torch's bfloat16."""
 
     def __init__(
         self, params: Iterable[torch.Tensor], lr: float, weight_decay: float, dtype: torch.dtype, momentum: float = 0.95

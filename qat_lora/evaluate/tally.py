@@ -80,11 +80,7 @@ def figures(sums: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def bootstrap(texts: Sequence[Mapping[str, Tally]], resamples: int, seed: int) -> dict[str, dict[str, np.ndarray]]:
-    """Return the figures of resampled rows, arrays [resamples], by model and name.
-
-    A text's tallies are of the same rows in the same order. All rows of each text are drawn, with replacement:
-    its share of the rows is not random.
-    """
+    """Return figures of resampled rows, arrays [resamples], by model and name; each text keeps its number of rows."""
     draw = np.random.default_rng(seed)
     sums = {name: np.zeros((resamples, COLUMNS)) for name in texts[0]}
     for tallies in texts:

@@ -2,11 +2,9 @@
 
 PEFT, transformers and vLLM load `adapter_config.json` and `adapter_model.safetensors` as they are. None of them checks
 the base: an adapter corrects the errors of one set of codes and scales, and on any other it does damage without a
-warning. So the base's fingerprint is stored in `qat_lora.json`, and our loader refuses another base.
-
-An export is scored by the files that its users get (llama.cpp, mlx-lm, `torch.load`), not by the run that they were
-made of: a factor that was written in the wrong order, or rounded too far, shows here. Factors keep the type that their
-file rounded them to.
+warning. So the base's fingerprint is stored in `qat_lora.json`, and our loader refuses another base. An export is
+scored by the files that its users get (llama.cpp, mlx-lm, `torch.load`), not by the run that made them: a factor in the
+wrong order, or rounded too far, shows here. Factors keep the type that their file has.
 """
 
 import functools

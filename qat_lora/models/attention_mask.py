@@ -25,9 +25,8 @@ def attention_inputs(config: Any, document_ids_BL: Tensor, dtype: torch.dtype, f
     """Return attention masks and positions for packed rows, without reading anything back.
 
     A mask holds first positions [B, 1, 1, L], is additive [B, 1, L, L], or a block mask; where the model mixes kinds of
-    layers there is one for each kind. Positions count the earlier tokens of the same document.
-
-    ModelError: a kind of attention that is not supported.
+    layers there is one for each. Positions count a document's earlier tokens. ModelError: an unsupported kind of
+    attention.
     """
     begin_BL, own_L = document_begins(document_ids_BL)
 

@@ -46,8 +46,7 @@ def begin(
 ) -> tuple[Tensor, Any]:
     """Return the last hidden states [B, L, H] of whole rows, one document each, and the cache for `step`.
 
-    Rows may begin with `padding_B` tokens that are not seen; the cache has `room` behind the rows. Where layers carry a
-    state, padding would enter it: then of the prompt alone, with transformers' own cache.
+    Up to `padding_B` first tokens are not seen; the cache has `room` for more. With layer states: of the prompt alone.
     """
     backbone = model.backbone
     if keeps_state(model.config):

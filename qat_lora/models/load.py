@@ -61,7 +61,6 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
 
     A path that does not exist (`runs/v2/best.pt`, the guide's spelling) means the folder of that name without the
     suffix, a `.safetensors` file its folder, and the folder of a `qat-lora qat` run its `best`. A GGUF file is itself.
-
     ModelError: nothing there, no config.json, or the Hub does not give it.
     """
     path = Path(name).expanduser()
@@ -296,12 +295,11 @@ def load_model(
     """Load a causal language model, quantised by us or not, from a folder or the Hub.
 
     Scales and look-up tables stay float32 whatever the dtype (`stored`: the files'), so it computes what was saved.
-    Tensors that the files hold in that type stay memory-mapped, so the processes of a host share them until each has
-    placed its own. `device_map` is for `load_dispatched`. With `dequantize`, GGUF files and folders that another tool
-    quantised are read as the dense weights that they stand for.
-
-    ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor, NaN or infinity.
-    DamagedFileError, MissingExtraError: a file is not what was written, or its library is not installed.
+    Tensors that the files hold in that type stay memory-mapped, shared by the processes of a host until each has placed
+    its own. `device_map` is for `load_dispatched`. With `dequantize`, GGUF files and folders of other tools are read as
+    the dense weights that they stand for. ModelError: no such model, another architecture, a missing, unexpected or
+    misshapen tensor, NaN or infinity. DamagedFileError: not what was written. MissingExtraError: a library is not
+    installed.
     """
     folder, config = resolve_model(name, hub.revision), None
     try:

@@ -42,8 +42,7 @@ Held = tuple[str, str, tuple[int, ...], float]
 def inspect(path: str, adapter: str | None = None) -> dict[str, Any]:
     """Return what a GGUF file or a model's or adapter's folder holds, what is wrong with it, and what serves it.
 
-    With an `adapter`, or where `path` is one that names its base, also whether the two belong together. ModelError:
-    nothing there, or a file that cannot be read.
+    With an `adapter`, or a `path` that names its base, also whether the two fit. ModelError: nothing readable there.
     """
     report: dict[str, Any] = {"file": path, "holds": "model", "tokenizer": None, "problems": []}
     folder, weights = adapter_folder(path), 0

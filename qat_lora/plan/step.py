@@ -190,8 +190,7 @@ def operations(shapes: Shapes, options: EstimateOptions) -> int:
 def step_parts(shapes: Shapes, options: EstimateOptions) -> dict[str, Part]:
     """Return what a micro-batch computes and moves: 4 N operations a token for what is frozen, 6 N for what trains.
 
-    A frozen weight is multiplied once forward and once for the gradient of its input, one that trains (or whose scales
-    do) once more for its own. Checkpointing adds the layers' products and attention again.
+    The third product is the gradient of a weight or its scales; checkpointing repeats the layers' forward products.
     """
     layers, tokens = shapes.config.num_hidden_layers, options.batch_size * options.length
     width, size, passes = DTYPES[options.run.dtype].itemsize, widths(shapes.config), 2 + options.gradient_checkpointing

@@ -1,13 +1,11 @@
 """`recover --dry-run` and `qat --dry-run`: what a training would train, take and see.
 
-A mistake in a recipe should not wait for the device, the download or the first hour to be found. A dry run therefore
-builds the student on torch's meta device and puts it into its training state by the calls that the run itself makes
-(`setup/trainable.py`), so what trains is counted, not modelled. It reads the cache's manifest if there is one; it
-writes nothing, starts nothing and fetches a config at most. What cannot be known yet is assumed from the command's own
-settings and listed as assumed: readers believe a number that is printed without its condition.
-
-`qat` forms weights anew from codes and scales in each forward. They are counted too: each layer forms its own on the
-meta device while the bytes that autograd keeps of it are counted.
+A mistake in a recipe should not wait for the device, the download or the first hour to be found. So a dry run builds
+the student on torch's meta device and puts it into its training state by the calls of the run itself
+(`setup/trainable.py`): what trains is counted, not modelled, and so are the bytes that autograd keeps where `qat` forms
+weights anew in each forward. It reads the cache's manifest if there is one, writes nothing, starts nothing and fetches
+a config at most. What cannot be known yet is assumed from the command's settings and listed as assumed: readers believe
+a number that is printed without its condition.
 """
 
 from collections.abc import Sequence

@@ -3,10 +3,8 @@
 A layer in a format costs tr(G E H Eᵀ) / 2 nats to second order, with G and H as in `layers.calibrate.fisher` and E the
 error of GPTQ rounding, which is cheap and ranks formats as the final descent does. What an adapter closes of it is read
 off the spectrum of G^½ E H^½, for all ranks at once. The table of an LM head, with a tied embedding, has no such G: it
-is put into the model, format by format, and the KL of some rows is taken.
-
-What is chosen becomes an ordinary preset, with a rule for each kind of layer and format, and adapter starts whose
-columns are the ranks; nothing later knows of it.
+is put into the model, format by format, and the KL of some rows is taken. The choice becomes an ordinary preset, with a
+rule for each kind of layer and format, and adapter starts whose columns are the ranks; nothing later knows of it.
 """
 
 import contextlib

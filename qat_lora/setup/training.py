@@ -2,10 +2,9 @@
 
 A KD cache and a text alone serve batches in the same order and shapes, so the loop knows no difference. What differs is
 the objective (a text has no teacher, so only the cross-entropy is left), the number that evaluations report, and what
-identifies the data in a run's settings. `recover` and `qat` differ in what trains and is exported.
-
-The folder is claimed by the settings that decide the result, so the same command goes on with an interrupted run and
-another one is refused. Only the main process writes; the others take part in training.
+identifies the data in a run's settings. `recover` and `qat` differ in what trains and is exported. The folder is
+claimed by the settings that decide the result, so the same command goes on with an interrupted run and another is
+refused. Only the main process writes.
 """
 
 import contextlib
@@ -159,11 +158,7 @@ def evaluation_objective(objective: ObjectiveConfig, teacher_lm_head: LMHead | N
 def evaluation(
     data: TrainingData, model: CausalLM, loop: LoopConfig, runtime: Runtime, teacher_lm_head: LMHead | None = None
 ) -> Callable[[], float] | None:
-    """Return the function that measures the mean loss per token on rows kept apart, None where there are none.
-
-    The data's objective is as `prepare` left it. Batches have training's shape, the last one filled with masked rows,
-    so that XLA compiles one graph more.
-    """
+    """Return what measures the mean loss per token on rows kept apart, or None; masked rows fill up its last batch."""
     rows = data.evaluation
     if rows is None:
         return None
@@ -286,8 +281,7 @@ def train_student(
 ) -> dict[str, Any]:
     """Place the student, prepare what its objective needs, and run the loop; return its result.
 
-    `groups` puts the student into its training state and returns what trains, `announce` says it for people,
-    `export` writes the student as it is to a folder; `fingerprint` are the settings that a resumed run must share.
+    `groups` puts the student into its training state and returns what trains; resumed runs share the `fingerprint`.
     """
     run, loop, runtime, data = plan.options.run, plan.options.loop, plan.runtime, plan.data
     say(run, status_line(runtime, DTYPES[run.dtype], plan.batch_rows))
@@ -319,8 +313,7 @@ def place_student(
 ) -> dict[str, dict[str, str]]:
     """Place a student in its training state, its layers stacked where the runtime loops over them; return what trains.
 
-    Weights are formed and stacked on the host: a device would hold both forms for a while, and a TPU multiplies the
-    factors of low-rank scales in bfloat16, which is another weight than the one that is exported. So with shards.
+    On the host: a device would hold both forms, and a TPU multiply low-rank scales in bfloat16, unlike the export.
     """
     scan = runtime.layer_scan()
     if scan is None and not runtime.shard_base:

@@ -1,11 +1,10 @@
 """Block-wise reconstruction: one decoder layer at a time learns to put out what the full-precision layer does.
 
 Each layer in turn is trained *on the inputs that the student's layers before it produce*, so it also makes up for what
-they lost. Only one layer's weights, gradients and moments are in memory, and its output is a far richer target than the
-logits. `qat --blockwise-steps` moves codes and scales so before the whole model trains: at 2 bits this is the step that
-moves codes at all in a budget of a few thousand rows. `recover --blockwise` trains adapters so, on a machine that does
-not hold the model's activations: what a layer puts out is no logit, so the last layer, whose output is, learns from the
-cache instead.
+they lost. Only its own weights, gradients and moments are in memory, and its output is a far richer target than the
+logits. `qat --blockwise-steps` moves codes and scales so before the whole model trains: at 2 bits only this moves codes
+in a budget of a few thousand rows. `recover --blockwise` trains adapters so where the model's activations do not fit;
+its last layer, whose output gives the logits, learns from the cache instead.
 
 Source: BRECQ (arXiv 2102.05426); Block-AP of EfficientQAT (arXiv 2407.11062).
 """

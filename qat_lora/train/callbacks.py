@@ -1,9 +1,8 @@
 """A training run, its settings, and the side jobs between its steps: evaluating, saving, stopping.
 
-The loop (`loop`) computes steps and does these after them; all see the same `Run`. Their order makes a checkpoint
-complete: the log is flushed before an evaluation, the evaluation is counted before the checkpoint that contains its
-result, and a stop comes after the checkpoint. Whether one is due, all processes must answer alike. What an evaluation
-or an export *is* comes in as a function (`LoopHooks`).
+The loop (`loop`) does these after its steps; all see the same `Run`. Their order makes a checkpoint complete: the log
+is flushed before an evaluation, which is counted before the checkpoint that holds its result; a stop comes last. All
+processes must agree whether one is due. What an evaluation or an export *is* comes in as a function (`LoopHooks`).
 """
 
 import functools

@@ -75,8 +75,7 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Copy a checkpoint's tensors into those that train; return its `state.json`.
 
-    ConfigError names a setting that differs. DamagedFileError: a file is missing or damaged. ModelError: other tensors
-    than its own train now.
+    ConfigError names a setting that differs. DamagedFileError: a missing or damaged file. ModelError: other tensors.
     """
     try:
         state = read_object(path / STATE)

@@ -175,8 +175,7 @@ def _steps(
 ) -> Generator[Sums, None, None]:
     """Dispatch a step at a time, note its values in the log and yield them; end the run if its rows cannot be read.
 
-    The rows are those of a `span` of steps: the first (0-based), and how many. Closing it ends the threads that read
-    ahead: whoever holds an error's traceback would keep them alive.
+    Rows are those of a `span` of steps (first, 0-based; count). Closing ends the threads that read ahead for it.
     """
     model, (objective, teacher_lm_head, _, anchor), runtime, loop = run.state.model, prepared, run.runtime, run.loop
     accumulation, dtype = loop.accumulation(runtime.replicas), torch.bfloat16 if loop.autocast else torch.float32

@@ -87,12 +87,10 @@ class TrainState(NamedTuple):
 class AdamW(torch.optim.Optimizer):
     """AdamW whose step-dependent numbers go to the device as data.
 
-    torch's AdamW passes them as Python scalars. PyTorch/XLA compiles a scalar of 0 or 1 into the graph and merges two
-    that are equal: with beta2 = 0.99 that is another graph in step 2 (the square root of 1 - beta2 equals 1 - beta1
-    in step 1 only) and again near step 1600 (1 - beta2^t rounds to 1). The `capturable` form computes them on the
-    device, but does not run on a CPU.
-
-    The state of a parameter is `step` (on the host), `exp_avg` and `exp_avg_sq`, as in torch, and with `ema` also its
+    torch's AdamW passes them as Python scalars. PyTorch/XLA compiles a scalar of 0 or 1 into the graph and merges equal
+    ones: with beta2 = 0.99 that is another graph in step 2 (the root of 1 - beta2 equals 1 - beta1 in step 1 only) and
+    near step 1600 (1 - beta2^t rounds to 1). The `capturable` form computes them on the device, but does not run on a
+    CPU. A parameter's state is `step` (on the host), `exp_avg` and `exp_avg_sq`, as in torch, and with `ema` also its
     `average` (see `averaged`). `send` is `Runtime.numbers`.
     """
 
@@ -174,8 +172,7 @@ def optimized(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def gradients_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let a backward pass leave gradients of its own, and add these to the flat ones together.
 
-    Autograd adds to a gradient that is there by a kernel for each tensor, 392 of them; one that is not there yet, it
-    takes as it is. Large tensors are added to in place: theirs would be a second copy, and a kernel more is nothing.
+    Autograd would launch a kernel for each of 392 tensors; only large ones it adds in place, which saves a copy.
     """
     flats = optimizer.flats if isinstance(optimizer, AdamW) else ()
     small = [(p, p.grad) for flat in flats for p in flat.parts if p.numel() < SMALL]
