@@ -54,11 +54,7 @@ class _Cut(NamedTuple):
 
 
 def encode_pieces(tokenizer: Any, parts: Iterable[str], name: str, *, spans: bool = False) -> Iterator[Piece]:
-    """Yield a text's tokens by a transformers fast tokenizer, without special tokens around it.
-
-    It is given in `parts` of at most `WINDOW_CHARS` characters, such as `slices` of it; `spans` only where asked for.
-    TextError: the text can be cut at no place; what was given out until then is right.
-    """
+    """Yield the tokens of a text given in `parts` (see `slices`), without special ones; TextError: it cannot be cut."""
     source = iter(parts)
     window, more, size = "", True, WINDOW_CHARS
     at, done, known = 0, 0, list[int]()  # characters before the window; its tokens given out already; its first ids

@@ -1,10 +1,9 @@
 """Writes a KD cache, shard by shard, so that a kill at any moment costs at most the shard in work.
 
-A shard is committed by its sidecar, which also holds the source's position after the shard's last row. Resuming
-is therefore a look at the last sidecar: no replay of the text, no counters that can disagree with the data (the
-predecessor's `--resume` restored its counter and started the text again, so its caches held everything twice).
-The manifest is written last and only by a build that ran to its end: leaving the `with` block by an exception
-writes none, where other dataset writers happily seal half a dataset.
+A shard is committed by its sidecar, which also holds the source's position after the shard's last row. Resuming is
+therefore a look at the last sidecar: no replay of the text, no counters that can disagree with the data. The manifest
+is written last and only by a build that ran to its end: leaving the `with` block by an exception writes none, where
+other dataset writers happily seal half a dataset.
 
 Evaluation rows come first, as a shard series of their own (`e-`), then the training rows (`s-`). A cache is a pure
 function of its rows: no dates, no host names, so equal builds have equal bytes.

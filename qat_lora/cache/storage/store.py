@@ -99,11 +99,7 @@ def read_sidecars(
 
 
 def at_once(place: Location, action: Callable[[T], R], items: Sequence[T], threads: int | None = None) -> Iterator[R]:
-    """Yield an action's results in order, computed by several threads; the first error in order is raised.
-
-    Reading files and hashing leave the interpreter lock. By default there is a thread for each processor, at most 8;
-    for a place that is far 8, since they wait.
-    """
+    """Yield an action's results in order, computed by at most 8 threads; the first error in order is raised."""
     threads = threads or (8 if place.far else min(8, os.cpu_count() or 1))
     if min(threads, len(items)) < 2:
         yield from map(action, items)

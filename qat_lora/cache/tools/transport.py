@@ -51,8 +51,7 @@ class PackReport(NamedTuple):
 def pack_cache(path: Place, out: str | Path, progress: Progress | None = None) -> PackReport:
     """Write a finished cache as one file, usually `….tar.zst`, which must not exist and appears when it is whole.
 
-    CacheError: no finished cache; CacheDamaged: a file of it is not what was written; OutputExistsError: `out` exists,
-    or lies inside the cache; MissingExtraError: zstandard is not installed.
+    CacheError, CacheDamaged: it is not finished or not intact; OutputExistsError; MissingExtraError: no zstandard.
     """
     zstd, source, out = require("zstandard", "transport"), locate(path), _local(out)
     manifest = read_manifest(source)
@@ -78,8 +77,7 @@ def pack_cache(path: Place, out: str | Path, progress: Progress | None = None) -
 def unpack_cache(path: str | Path, out: str | Path, progress: Progress | None = None) -> PackReport:
     """Write the cache that was packed in a file or URL; the folder, new or empty, appears when it is whole.
 
-    CacheError: no packed cache; CacheDamaged: the file, or a shard in it, is not what was written; OutputExistsError:
-    `out` exists; MissingExtraError: zstandard is not installed.
+    CacheError, CacheDamaged: no packed cache, or not intact; OutputExistsError; MissingExtraError: no zstandard.
     """
     zstd, out = require("zstandard", "transport"), _local(out)
     text = str(path).rstrip("/")
