@@ -35,10 +35,9 @@ class _Mark(NamedTuple):
 
 @contextlib.contextmanager
 def lock_dir(out: Path) -> Iterator[None]:
-    """Lock a run's folder (made if missing) against other processes of ours; a kill frees it.
+    """Lock a run's folder (made if missing) by `flock` on itself, so that a kill frees it and nothing is left behind.
 
-    The lock is `flock` on the folder itself, so nothing is left behind. File systems that cannot lock a folder (some
-    network ones) give no protection. OutputExistsError: another process holds it, or the folder is a file.
+    Some network file systems give no such protection. OutputExistsError: another process holds it, or it is a file.
     """
     import fcntl
 

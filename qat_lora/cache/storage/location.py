@@ -5,12 +5,10 @@ read at any place. An object store has none of them, but its objects appear whol
 the name exists. One layer over both (fsspec's own local file system) would give up the best of each.
 
 Every object is put whole, by a request that fails if the name exists (`ifGenerationMatch=0` on GCS, `If-None-Match: *`
-on S3). Builders own different names (`build.writer`), so they need no lock. Renaming from a temporary name, as on a
-disk, is a copy and a delete there, and overwrites. A put is not believed: the store's MD5 is compared with ours, or the
-object is read back where the store has none, so the end of a build need not fetch the whole cache again.
-
-A reader wants rows in random order, so fsspec's `simplecache` copies each shard once into the folder for temporary
-files, and removes the copies at the end of the process.
+on S3); renaming from a temporary name would be a copy and a delete, and overwrites. Builders own different names
+(`build.writer`), so they need no lock. A put is not believed: the store's MD5 is compared with ours, or the object is
+read back, so the end of a build need not fetch the whole cache again. A reader wants rows in random order, so fsspec's
+`simplecache` copies each shard once into the folder for temporary files, until the end of the process.
 """
 
 import base64
