@@ -90,13 +90,9 @@ _Load = Callable[[], Document]
 def open_documents(config: TextConfig, start: int = 0) -> Iterator[Document]:
     """Return the documents from number `start` on, read as they are taken.
 
-    A plain text file is one document (bytes that are not UTF-8 become U+FFFD, and line ends become newlines), a
-    WikiText file one per article, a row of a .jsonl, .json or .parquet file or of a dataset one each. A path that
-    exists is taken before a Hugging Face name.
-
-    TextError: no such path, no files, nothing but blank text (checked when `start` is 0), a file that is not
-        text, a row that lacks the field.
-    MissingExtraError: `datasets` is needed and not installed.
+    A plain text file is one document (bytes that are not UTF-8 become U+FFFD, line ends newlines), a WikiText file one
+    per article, any row one. A path that exists is taken before a Hugging Face name. TextError: no such path, no files,
+    only blank text (checked when `start` is 0), no text, a row without the field; MissingExtraError: no `datasets`.
     """
     path = _local_path(config)
     if path is None or _is_saved_dataset(path):

@@ -152,11 +152,7 @@ def checkpoint_sha256(folder: Path) -> str:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return the files of a model's weights, or the one file that it is; ModelError if there are none.
-
-    Where there are files of model weights, others (adapter starts, a second format) are left out: what is beside the
-    weights must not make a base another one.
-    """
+    """Return a model's weight files, without what lies beside them, or its one file; ModelError: there are none."""
     return [folder] if folder.is_file() else sorted(folder.glob("model*.safetensors")) or weight_files(folder)
 
 

@@ -60,11 +60,7 @@ class GGUFHeader:
 
 
 def read_header(file: Path) -> GGUFHeader:
-    """Read the header of a GGUF file; its weights are not read.
-
-    ModelError: no GGUF file, one that is cut off or a part of several, or a tensor of an unknown type.
-    MissingExtraError: gguf is not installed.
-    """
+    """Read a GGUF file's header, not its weights; ModelError: it is no whole file; MissingExtraError: no gguf."""
     try:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(file, _Bytes(data))

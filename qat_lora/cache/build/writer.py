@@ -169,10 +169,9 @@ class CacheWriter:
         self._pending, self._pending_rows = [], 0
 
     def finish(self) -> Manifest | None:
-        """Commit the last, partial shard, read every shard back and write the manifest.
+        """Commit the last shard, read all shards back, write the manifest; None where other builders are still at work.
 
-        Where several builders share the cache, the last to finish writes it; the others return None. CacheError: no
-        training row was written; CacheDamaged: a shard is not what was written.
+        CacheError: no training row was written; CacheDamaged: a shard is not what was written.
         """
         if self.finished:
             return store.read_manifest(self.out)
