@@ -51,7 +51,7 @@ def test_settings_are_flat_and_built_from_plain_values():
 
 def test_a_plain_file_is_one_document(tmp_path):
     put(tmp_path, a_txt="first\r\nsecond\rthird\n")
-    assert read(tmp_path / "a.txt") == [("first\nsecond\nthird\n", None, "a.txt")]
+    assert read(tmp_path / "a.txt") == [("first\nsecond\nthird\n", None, "a.txt", None)]
 
 
 def test_bytes_that_are_not_utf8_are_replaced_and_a_mark_at_the_start_is_dropped(tmp_path):
