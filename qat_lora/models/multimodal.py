@@ -67,8 +67,9 @@ def add_rest(model: Any, out: Path) -> None:
     config, written = read_object(model.folder / "config.json"), read_object(out / "config.json")
     config = {key: value for key, value in config.items() if key != "quantization_config"}
     config |= {key: value for key, value in written.items() if key == "quantization_config"}
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = written["dtype"]
+    if "preset" not in config.get("quantization_config", ()):  # codes are beside dense tensors of the type that was
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = written["dtype"]
     for part in (config, config["text_config"]):
-        part["tie_word_embeddings"] = model.module.config.tie_word_embeddings
+        part["tie_word_embeddings"] = written.get("tie_word_embeddings", model.module.config.tie_word_embeddings)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     copy_files(model.folder, out, GENERATION)

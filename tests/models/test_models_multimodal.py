@@ -136,6 +136,24 @@ def test_packed_forms_hold_the_rest_and_load_by_the_class_of_the_whole(kind, tin
         assert float((found - wanted).norm() / wanted.norm()) < 0.02, form
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks for it
+def test_a_quantised_head_that_was_tied_stays_one_with_the_embedding(tiny, tmp_path):
+    """Its student keeps the type of its other tensors, and a packed form says whether it holds a head of its own."""
+    toy = tiny._replace(teacher=checkpoint("qwen2_5_vl", True, tiny, tmp_path / "teacher"))
+    cache = call("build_cache", cache_options(toy, tmp_path / "cache", num_rows=48))
+    settings = {"preset": "q4_0", "quantize_head": "q4_0"}
+    student = call("quantize", quantize_options(toy, tmp_path / "student", cache, **settings))
+    was, now = (json.loads((folder / "config.json").read_text()) for folder in (toy.teacher, student))
+    assert now["dtype"] == was["dtype"] == "bfloat16"
+    run = call("recover", recover_options(student, cache, tmp_path / "run"))
+    wanted = text_logits(open_student(str(run)).model)
+    out = call("export", export_options(run, tmp_path / "packed", form="compressed-tensors"))
+    unpacked = whole(out)
+    unpacked(input_ids=IDS)
+    found = PeftModel.from_pretrained(unpacked, out / "adapter").eval()(input_ids=IDS).logits
+    assert float((found - wanted).norm() / wanted.norm()) < 0.05
+
+
 def test_a_naive_copy_of_the_loaded_model_would_change_the_rest(tmp_path, tiny):
     teacher = checkpoint("llava", True, tiny, tmp_path / "teacher")
     whole(teacher).save_pretrained(tmp_path / "again")
