@@ -313,7 +313,10 @@ def refuse_unused(cls: type, key: str) -> None:
 
 
 def setting_path(cls: type, key: str) -> tuple[str, ...]:
-    """Return the path of the one setting that a word means (`_means`); ConfigError: none, several, or no use for it."""
+    """Return the path of the one setting that a word means (`_means`); ConfigError: none, several, or no use for it.
+
+    A group before the name may be another than ours, since others sort the same settings differently: `train.epochs`.
+    """
     refuse_unused(cls, key)
     group, _, name = key.rpartition(".")
     found = [leaf for leaf in leaves(cls) if _means(key, leaf)]

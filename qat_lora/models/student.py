@@ -87,7 +87,7 @@ def with_tokenizer(model: CausalLM, places: Iterable[str | Path | None]) -> Caus
 def open_student(
     name: str, hub: HubConfig = DEFAULT_HUB, dtype: str = "float32", tokenizer: Path | None = None
 ) -> Student:
-    """Load a model for scoring, generation or export (`tokenizer`: a GGUF file's); ModelError: not there."""
+    """Load what a name means, a GGUF file with this `tokenizer`'s folder; ModelError: it, or its base, is not there."""
     adapter, place = adapter_folder(name), Path(name).expanduser()
     if adapter is not None:
         name, hub = str(base_folder(adapter)), replace(hub, revision=None)

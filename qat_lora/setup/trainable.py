@@ -79,7 +79,10 @@ def check_scales(model: CausalLM, train_scales: bool) -> None:
 def recovery_parts(
     model: CausalLM, train_scales: bool, train_norms: bool, dtype: torch.dtype, inside: str = ""
 ) -> dict[str, dict[str, nn.Parameter]]:
-    """Put a student into its training state, its base in `dtype`; return what trains by kind, only `inside`."""
+    """Put a student with an adapter into its training state, a frozen base in `dtype`; return what trains, by kind.
+
+    With the name of a decoder layer as `inside`, only what is in it trains, and only its base is formed.
+    """
     part, prefix = model.module.get_submodule(inside), f"{inside}." if inside else ""
     model.module.requires_grad_(False)
     factors: dict[str, nn.Parameter] = {}

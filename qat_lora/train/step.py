@@ -108,7 +108,11 @@ _TEXT = ("input_ids", "document_ids", "target_mask")
 def remember(
     model: LanguageModel, rows: TrainingRows, objective: ObjectiveConfig, batch_rows: int, seed: int, runtime: Runtime
 ) -> Batch:
-    """Return the placed model's outputs before step 1 on training rows of the run's seed: a batch as from a cache."""
+    """Return the model's present outputs on some training rows: numpy arrays with the keys of a cache's batch.
+
+    The model is the student before its first step, in evaluation mode, placed. Every process remembers all rows; the
+    run's seed draws them, and `batch_rows` go through the model at once.
+    """
     samples = objective.anchor_samples
     drawn = rows.batches(0, -(-samples // batch_rows), batch_rows, 1, seed ^ _ORDER, 0, 1)
     kept: list[Batch] = []
