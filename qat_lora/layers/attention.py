@@ -39,9 +39,8 @@ def tiled_attention(
 
     `first_BL` is the first position that each sees, at most `window` with its own; under autocast scores stay float32.
     """
-    with torch.autocast(query_BHLD.device.type, enabled=False):
-        key, value = key_BGLD.to(query_BHLD.dtype), value_BGLE.to(query_BHLD.dtype)
-        output: Tensor = _TiledAttention.apply(query_BHLD, key, value, first_BL, scale, window)
+    key, value = key_BGLD.to(query_BHLD.dtype), value_BGLE.to(query_BHLD.dtype)
+    output: Tensor = _Attention.apply(query_BHLD, key, value, first_BL, (scale, window), compute_anew, _Tiles())
     return output
 
 
@@ -77,11 +76,13 @@ BLOCKED_SCORE = -1e30  # of a position that is not seen; finite, since infinitie
 Keep = Callable[[Callable[[], tuple[Tensor, ...]], int], tuple[Tensor, ...]]
 
 
-class AttentionKernel(Protocol):
-    """What computes attention and its gradients on a device (`runtime/xla/splash.py`), where it fits."""
+def compute_anew(computation: Callable[[], tuple[Tensor, ...]], _count: int) -> tuple[Tensor, ...]:
+    """Return the results of a computation, of which a recomputed layer makes them a second time: a `Keep`."""
+    return computation()
 
-    def fits(self, query_BHLD: Tensor, key_BGLD: Tensor) -> bool:
-        """Return whether the kernel can compute these."""
+
+class AttentionForm(Protocol):
+    """What computes attention and its gradients."""
 
     def outputs(
         self, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scale: float, window: int | None
@@ -94,9 +95,15 @@ class AttentionKernel(Protocol):
         """Return the gradients of queries, keys and values: `tensors` are these and what `outputs` returned."""
 
 
+class AttentionKernel(AttentionForm, Protocol):
+    """A device's own (`runtime/xla/splash.py`), where it fits."""
+
+    def fits(self, query_BHLD: Tensor, key_BGLD: Tensor) -> bool:
+        """Return whether the kernel can compute these."""
+
+
 class _Blocks:
-    def fits(self, *_: Tensor) -> bool:
-        return True
+    """R: query heads of a key head. C: queries of a block. E: keys up to its end. M: R C."""
 
     def outputs(
         self, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scale: float, window: int | None
@@ -148,19 +155,18 @@ def blocked_attention(
     scale: float,
     window: int | None = None,
     *,
-    keep: Keep,
+    keep: Keep = compute_anew,
     kernel: AttentionKernel | None = None,
 ) -> Tensor:
     """Return what `tiled_attention` does in few, large blocks without writes in place, or by a kernel that fits."""
     fits = kernel is not None and key_BGLD.shape == value_BGLE.shape and kernel.fits(query_BHLD, key_BGLD)
-    chosen = kernel if kernel is not None and fits else _Blocks()
-    settings = (scale, window)
-    output: Tensor = _BlockedAttention.apply(query_BHLD, key_BGLD, value_BGLE, first_BL, settings, keep, chosen)
+    form: AttentionForm = kernel if kernel is not None and fits else _Blocks()
+    output: Tensor = _Attention.apply(query_BHLD, key_BGLD, value_BGLE, first_BL, (scale, window), keep, form)
     return output
 
 
-class _BlockedAttention(torch.autograd.Function):
-    """G: key heads. R: query heads of a key head. C: queries of a block. E: keys up to its end. M: R C."""
+class _Attention(torch.autograd.Function):
+    """Attention by any form, whose results are kept for the backward pass."""
 
     @staticmethod
     def forward(
@@ -171,15 +177,15 @@ class _BlockedAttention(torch.autograd.Function):
         first_BL: Tensor,
         settings: tuple[float, int | None],
         keep: Keep,
-        kernel: AttentionKernel,
+        form: AttentionForm,
     ) -> Tensor:
         def compute() -> tuple[Tensor, Tensor]:
             with torch.autocast(query.device.type, enabled=False):  # which would round the scores
-                return kernel.outputs(query, key, value, first_BL, *settings)
+                return form.outputs(query, key, value, first_BL, *settings)
 
         output, log_sum = keep(compute, 2)
         ctx.save_for_backward(query, key, value, first_BL, output, log_sum)
-        ctx.kernel, ctx.settings = kernel, settings
+        ctx.form, ctx.settings = form, settings
         return output
 
     @staticmethod
@@ -188,7 +194,7 @@ class _BlockedAttention(torch.autograd.Function):
         query, key, value, first_BL, output, log_sum = ctx.saved_tensors
         with torch.autocast(d_output.device.type, enabled=False):
             tensors = query, key, value, output, log_sum
-            gradients = ctx.kernel.gradients(tensors, first_BL, d_output, *ctx.settings)
+            gradients = ctx.form.gradients(tensors, first_BL, d_output, *ctx.settings)
         return *gradients, None, None, None, None
 
 
@@ -210,13 +216,13 @@ def _block_scores(query_BGRLD: Tensor, key: Tensor, first_BL: Tensor, scale: flo
     return score_BGME.masked_fill(~allowed_BME[:, None], BLOCKED_SCORE)
 
 
-class _TiledAttention(torch.autograd.Function):
+class _Tiles:
     """N: key heads of all rows (B G). R: query heads of a key head. C: queries of a tile. E: keys that they may see."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def outputs(
+        self, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the result and the scores' log-sums, [N, R, L]."""
         query_NRLD, key_NLD, value_NLD = _by_key_head(query, key, value)
         wide_NLD = key_NLD.float()
         output = query.new_empty(*query.shape[:3], value.shape[3])
@@ -230,33 +236,31 @@ class _TiledAttention(torch.autograd.Function):
             log_sum_NRL[:, :, rows] = (top_NRC1 + sum_NRC1.log())[..., 0]
             share_NME = score_NRCE.div_(sum_NRC1).to(query.dtype).flatten(1, 2)
             output_NRLD[:, :, rows] = torch.bmm(share_NME, value_NLD[:, keys]).view(*score_NRCE.shape[:3], -1)
-        ctx.save_for_backward(query, key, value, first_BL, output, log_sum_NRL)
-        ctx.scale, ctx.window = scale, window
-        return output
+        return output, log_sum_NRL
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, first_BL, output, log_sum_NRL = ctx.saved_tensors
+    def gradients(
+        self, tensors: Sequence[Tensor], first_BL: Tensor, d_output: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, output, log_sum_NRL = tensors
         query_NRLD, key_NLD, value_NLD = _by_key_head(query, key, value)
         wide_NLD, d_output_NRLD = key_NLD.float(), d_output.reshape(*query_NRLD.shape[:3], -1)
         pull_NRL1 = (d_output_NRLD.float() * output.view(d_output_NRLD.shape)).sum(-1, keepdim=True)
         d_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         d_query_NRLD = d_query.view(query_NRLD.shape)
         d_key_NLD, d_value_NLD = torch.zeros_like(wide_NLD), torch.zeros_like(value_NLD, dtype=torch.float32)
-        for rows, keys in _tiles(query.shape[2], ctx.window):
-            share_NRCE = _scores(query_NRLD, wide_NLD, first_BL, ctx.scale, rows, keys)
+        for rows, keys in _tiles(query.shape[2], window):
+            share_NRCE = _scores(query_NRLD, wide_NLD, first_BL, scale, rows, keys)
             share_NRCE.sub_(log_sum_NRL[:, :, rows, None]).exp_()
             d_out_NMD, query_NMD = d_output_NRLD[:, :, rows].flatten(1, 2), query_NRLD[:, :, rows].flatten(1, 2)
             share_NME = share_NRCE.to(query.dtype).flatten(1, 2)
             d_value_NLD[:, keys] += torch.bmm(share_NME.transpose(1, 2), d_out_NMD)
             d_share_NME = torch.bmm(d_out_NMD, value_NLD[:, keys].transpose(1, 2))
-            d_score_NRCE = share_NRCE.mul_(d_share_NME.view(share_NRCE.shape) - pull_NRL1[:, :, rows]).mul_(ctx.scale)
+            d_score_NRCE = share_NRCE.mul_(d_share_NME.view(share_NRCE.shape) - pull_NRL1[:, :, rows]).mul_(scale)
             d_score_NME = d_score_NRCE.to(query.dtype).flatten(1, 2)
             d_query_NRLD[:, :, rows] = torch.bmm(d_score_NME, key_NLD[:, keys]).view(*share_NRCE.shape[:3], -1)
             d_key_NLD[:, keys] += torch.bmm(d_score_NME.transpose(1, 2), query_NMD)
         d_key, d_value = d_key_NLD.view(key.shape).to(key.dtype), d_value_NLD.view(value.shape).to(value.dtype)
-        return d_query, d_key, d_value, None, None, None
+        return d_query, d_key, d_value
 
 
 def _tiles(length: int, window: int | None) -> list[tuple[slice, slice]]:

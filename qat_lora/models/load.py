@@ -144,7 +144,7 @@ class CausalLM:
     def __post_init__(self) -> None:
         """Let attention of long rows keep no mask, also where nobody asks for a form of ours."""
         if getattr(getattr(self.module, "config", None), "_attn_implementation", None) == "sdpa":
-            self._attend(LIBRARY, partial(tiled_or, attention=_in_blocks))
+            self._attend(LIBRARY, partial(tiled_or, attention=blocked_attention))
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -206,7 +206,7 @@ class CausalLM:
         """
         if keeps_state(self.config):
             return
-        self._attend(FLEX, lambda sdpa: flex_or(tiled_or(sdpa, torch.compiler.disable(_in_blocks))))
+        self._attend(FLEX, lambda sdpa: flex_or(tiled_or(sdpa, torch.compiler.disable(blocked_attention))))
         for module in self.module.modules():
             if isinstance(module, Experts):  # how many tokens each gets is another program every time
                 module.__dict__["forward"] = torch.compiler.disable(module.forward)
@@ -268,9 +268,6 @@ class CausalLM:
         bias = None if lm_head.bias_V is None else lm_head.bias_V[: lm_head.vocab_size].to(hidden_NH.dtype)
         logits = nn.functional.linear(hidden_NH, lm_head.weight_VH[: lm_head.vocab_size].to(hidden_NH.dtype), bias)
         return scale_and_cap(logits, lm_head)
-
-
-_in_blocks = partial(blocked_attention, keep=lambda compute, _count: compute())
 
 
 def _with_gradient(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
