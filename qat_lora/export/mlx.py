@@ -24,16 +24,7 @@ from torch import Tensor
 from qat_lora.errors import ConfigError
 from qat_lora.export import integers as containers
 from qat_lora.export.forms import ExportJob, ExportPlan
-from qat_lora.export.integers import (
-    Integers,
-    affine,
-    cut_group,
-    dense_tables,
-    packable,
-    quantized_table,
-    rounded,
-    save_packed,
-)
+from qat_lora.export.integers import Integers
 from qat_lora.files.checksums import seal
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import block_of, lora_layers
@@ -61,7 +52,7 @@ def plan(job: ExportJob) -> ExportPlan:
         # Vectors outside of all blocks, the norm before the LM head, are float32.
         last = ((name, p) for name, p in model.module.named_parameters() if p.ndim == 1 and block_of(name) is None)
         own = {name: p.detach().cpu().float() for name, p in last}
-        save_packed(model.module, whole, tensors, out, job.dtype, entries, own)
+        containers.save_packed(model.module, whole, tensors, out, job.dtype, entries, own)
         copy_files(model.folder, out, GENERATION)
         if lora_layers(model.module):
             (out / ADAPTERS).mkdir()
@@ -76,24 +67,25 @@ def plan(job: ExportJob) -> ExportPlan:
 
 def to_mlx(module: Any) -> dict[str, Integers | None]:
     """Return every quantised layer as MLX holds it, None where no group divides its row; ModelError: there is none."""
-    return {name: _of_layer(layer) for name, layer in packable(module, "mlx").items()}
+    return {name: _of_layer(layer) for name, layer in containers.packable(module, "mlx").items()}
 
 
 def _of_layer(layer: QuantLinear) -> Integers | None:
     spec, size = layer.spec, layer.in_features
-    group = cut_group(layer, containers.GROUPS)
+    group = containers.cut_group(layer, containers.GROUPS)
     if group and spec.bits in WIDTHS and spec.sharing != "lowrank" and first_value(spec) is not None:
-        return affine(unpack(layer.codes, spec.bits, size), spec, layer.meaning(), group).measured(layer.weight)
+        codes_OI = unpack(layer.codes, spec.bits, size)
+        return containers.affine(codes_OI, spec, layer.meaning(), group).measured(layer.weight)
     if size % containers.REFIT_GROUP:
         return None
     least = max(containers.REFIT_BITS, spec.bits)
-    return rounded(layer, next(width for width in WIDTHS if width >= least)).with_biases()
+    return containers.rounded(layer, next(width for width in WIDTHS if width >= least)).with_biases()
 
 
 def to_tables(job: ExportJob) -> dict[str, Integers]:
     """Return embedding and LM head without codes, by name, in `embedding_bits`; ConfigError: no group divides one."""
     module, found = job.student.model.module, {}
-    for name, table in dense_tables(module).items() if job.embedding_bits in TABLES else ():
+    for name, table in containers.dense_tables(module).items() if job.embedding_bits in TABLES else ():
         weight = table.weight.detach()
         group = next((size for size in TABLE_GROUPS if weight.shape[1] % size == 0), None)
         if group is None:
@@ -101,8 +93,8 @@ def to_tables(job: ExportJob) -> dict[str, Integers]:
             raise ConfigError(f"embedding_bits: {fault}; give 16")
         spec = QuantSpec(bits=TABLES[job.embedding_bits], code="asymmetric", sharing="group", group_size=group)
         is_head = table.weight is module.get_output_embeddings().weight
-        quantised = quantized_table(weight, spec, job.importance() if job.importance and is_head else None)
-        found[name] = affine(quantised.codes_OI, spec, quantised.meaning(spec), group).measured(weight)
+        quantised = containers.quantized_table(weight, spec, job.importance() if job.importance and is_head else None)
+        found[name] = containers.affine(quantised.codes_OI, spec, quantised.meaning(spec), group).measured(weight)
     return found
 
 
