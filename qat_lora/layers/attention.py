@@ -1,8 +1,11 @@
 """Attention that keeps no scores for the backward pass: in tiles of queries on CPUs, in a few large blocks under XLA.
 
 Documents are contiguous and all attention is causal, so one number a token says what it sees: everything from its
-`first` position to its own. A mask of L x L, 4 GB for a row of 32,768, is never made. Transformers' models pass the
-numbers on unread, since they have the four dimensions of a mask that is made already: int32 [B, 1, 1, L].
+`first` position to its own. A mask of L x L, 4 GB for a row of 32,768, is made only for attention that reads nothing
+else. Given a 2-D mask or none, transformers would inspect it on the host in each forward, which stops an XLA device,
+and packed documents would see each other. So `attention_inputs` builds what every token sees in the graph, from
+document ids; transformers' models pass the numbers on unread, since they have the four dimensions of a mask that is
+made already: int32 [B, 1, 1, L].
 
 torch's fused attention for CPUs wants that mask, with which it also multiplies the blocked half of the scores, and keys
 and values repeated for every query head. Here a tile of queries, for all query heads of one key head together, meets
@@ -22,12 +25,14 @@ Sources: FlashAttention-2 (Dao, 2023), Algorithms 1 and 2, without its tiles of 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from qat_lora.errors import ModelError
 
 TILE = 64  # queries of a tile: smaller ones repack the keys more often, larger ones compute more that the mask blocks
 
@@ -81,7 +86,7 @@ def compute_anew(computation: Callable[[], tuple[Tensor, ...]], _count: int) -> 
     return computation()
 
 
-class AttentionForm(Protocol):
+class AttentionMethod(Protocol):
     """What computes attention and its gradients."""
 
     def outputs(
@@ -95,7 +100,7 @@ class AttentionForm(Protocol):
         """Return the gradients of queries, keys and values: `tensors` are these and what `outputs` returned."""
 
 
-class AttentionKernel(AttentionForm, Protocol):
+class AttentionKernel(AttentionMethod, Protocol):
     """A device's own (`runtime/xla/splash.py`), where it fits."""
 
     def fits(self, query_BHLD: Tensor, key_BGLD: Tensor) -> bool:
@@ -160,13 +165,13 @@ def blocked_attention(
 ) -> Tensor:
     """Return what `tiled_attention` does in few, large blocks without writes in place, or by a kernel that fits."""
     fits = kernel is not None and key_BGLD.shape == value_BGLE.shape and kernel.fits(query_BHLD, key_BGLD)
-    form: AttentionForm = kernel if kernel is not None and fits else _Blocks()
-    output: Tensor = _Attention.apply(query_BHLD, key_BGLD, value_BGLE, first_BL, (scale, window), keep, form)
+    method: AttentionMethod = kernel if kernel is not None and fits else _Blocks()
+    output: Tensor = _Attention.apply(query_BHLD, key_BGLD, value_BGLE, first_BL, (scale, window), keep, method)
     return output
 
 
 class _Attention(torch.autograd.Function):
-    """Attention by any form, whose results are kept for the backward pass."""
+    """Attention by any method, whose results are kept for the backward pass."""
 
     @staticmethod
     def forward(
@@ -177,15 +182,15 @@ class _Attention(torch.autograd.Function):
         first_BL: Tensor,
         settings: tuple[float, int | None],
         keep: Keep,
-        form: AttentionForm,
+        method: AttentionMethod,
     ) -> Tensor:
         def compute() -> tuple[Tensor, Tensor]:
             with torch.autocast(query.device.type, enabled=False):  # which would round the scores
-                return form.outputs(query, key, value, first_BL, *settings)
+                return method.outputs(query, key, value, first_BL, *settings)
 
         output, log_sum = keep(compute, 2)
         ctx.save_for_backward(query, key, value, first_BL, output, log_sum)
-        ctx.form, ctx.settings = form, settings
+        ctx.method, ctx.settings = method, settings
         return output
 
     @staticmethod
@@ -194,7 +199,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, first_BL, output, log_sum = ctx.saved_tensors
         with torch.autocast(d_output.device.type, enabled=False):
             tensors = query, key, value, output, log_sum
-            gradients = ctx.form.gradients(tensors, first_BL, d_output, *ctx.settings)
+            gradients = ctx.method.gradients(tensors, first_BL, d_output, *ctx.settings)
         return *gradients, None, None, None, None
 
 
@@ -328,3 +333,72 @@ def flex_or(otherwise: Callable[..., Any]) -> Callable[..., Any]:
         return output.transpose(1, 2), None
 
     return attend
+
+
+LONGEST_DENSE = 4096  # tokens: a mask in memory is 32 MB a row in bfloat16 there, and faster where kernels are torch's
+MaskForm = Literal["first", "blocks", "dense"]
+# Kinds of layers that carry a state from token to token (`layers/recurrent.py`), and need no mask.
+STATEFUL = {"linear_attention", "conv", "hybrid"}
+
+
+def attention_inputs(config: Any, document_ids_BL: Tensor, dtype: torch.dtype, form: MaskForm) -> tuple[Any, Tensor]:
+    """Return attention masks and positions for packed rows, without reading anything back.
+
+    A mask holds first positions [B, 1, 1, L], is additive [B, 1, L, L], or a block mask; where the model mixes kinds of
+    layers there is one for each. Positions count a document's earlier tokens. ModelError: an unsupported kind of
+    attention.
+    """
+    begin_BL, own_L = document_begins(document_ids_BL)
+
+    def make(window: int | None) -> Any:
+        first_BL = begin_BL if window is None else torch.maximum(begin_BL, own_L - window + 1)
+        if form == "blocks" and first_BL.shape[1] % MASK_TILE == 0:
+            return document_block_mask(first_BL)
+        return dense_mask(first_BL[:, None, None], dtype) if form == "dense" else first_BL[:, None, None]
+
+    return _by_kind(config, make), own_L - begin_BL
+
+
+def document_begins(document_ids_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where each token's document begins, by a running maximum of doublings, int32 [B, L], and positions [L]."""
+    length = document_ids_BL.shape[1]
+    own_L = torch.arange(length, dtype=torch.int32, device=document_ids_BL.device)
+    is_begin = torch.nn.functional.pad(document_ids_BL[:, 1:] != document_ids_BL[:, :-1], (1, 0))
+    begin_BL, reach = own_L * is_begin, 1
+    while reach < length:
+        begin_BL = torch.maximum(begin_BL, torch.nn.functional.pad(begin_BL[:, :-reach], (reach, 0)))
+        reach *= 2
+    return begin_BL, own_L
+
+
+def step_masks(config: Any, position_1: Tensor, length: int, dtype: torch.dtype, pad_B: Tensor | None = None) -> Any:
+    """Return additive masks [B or 1, 1, 1, L] of one token at a position, by kind of layers; `pad_B` are unseen."""
+    distance_L = position_1 - torch.arange(length, device=position_1.device)
+
+    def make(window: int | None) -> Tensor:
+        seen_L = (distance_L >= 0) & (distance_L < (length if window is None else window))
+        seen_BL = seen_L[None] if pad_B is None else seen_L & (position_1 - distance_L >= pad_B[:, None])
+        return torch.where(seen_BL, 0.0, torch.finfo(dtype).min).to(dtype)[:, None, None]
+
+    return _by_kind(config, make)
+
+
+def keeps_state(config: Any) -> bool:
+    """Return whether some layers carry a state from token to token."""
+    return bool(STATEFUL & set(getattr(config, "layer_types", None) or ()))
+
+
+def _by_kind(config: Any, make: Callable[[int | None], Any]) -> Any:
+    """Return what `make` makes of the window of a kind of layers; by kind where there are several."""
+    window: Any = getattr(config, "sliding_window", None)
+    # Mistral, Mixtral, Phi 3 and Starcoder 2 name no kinds: with a window, all their layers slide.
+    one_kind = "full_attention" if window is None else "sliding_attention"
+    kinds = set(getattr(config, "layer_types", None) or [one_kind])
+    unknown = kinds - {"full_attention", "sliding_attention"} - STATEFUL
+    if unknown:
+        raise ModelError(f"model: attention of kind {', '.join(sorted(unknown))} is not supported")
+    if "hybrid" in kinds:  # layers that have both
+        kinds |= {"full_attention", "linear_attention"}
+    is_sliding = {"sliding_attention": None if window is None else int(window)}
+    masks = {kind: None if kind in STATEFUL else make(is_sliding.get(kind)) for kind in kinds}
+    return masks if len(masks) > 1 else next(iter(masks.values()))
