@@ -141,7 +141,7 @@ def test_peak_memory_is_not_that_of_the_process_that_started_this_one():
 
 def test_a_run_that_will_not_fit_is_warned_of_before_it_starts(tiny, tmp_path, capsys, monkeypatch):
     folder = tmp_path / "student"
-    command, options = COMMANDS["quantize"], replace(quantize_options(tiny, folder), run=replace(part(folder), quiet=False))
+    command, options = COMMANDS["quantize"], quantize_options(tiny, folder, run=replace(part(folder), quiet=False))
     files = sum(file.stat().st_size for file in tiny.teacher.glob("*.safetensors"))
     needs = command.load("plan")(options).requirements.host
     assert memory_warning(command, options, needs) == memory_warning(command, options, None) == ""
