@@ -161,13 +161,16 @@ class PointTerm:
 
 @dataclass(frozen=True, eq=False)
 class DenseTerm:
-    """The forward KL over the whole vocabulary, which both share, times weight · T²; the teacher has no gradient."""
+    """The forward KL over the whole vocabulary, which both share, times weight · T²; the teacher has no gradient.
+
+    T may be a tensor: both softmaxes are made here, at any temperature, so one that changes compiles no graph.
+    """
 
     hidden_NH: Tensor
     lm_head: LMHead
     weight: float | Tensor = 1.0
     name: str = "kd"
-    temperature: float = 1.0
+    temperature: float | Tensor = 1.0
 
 
 @dataclass(frozen=True, eq=False)

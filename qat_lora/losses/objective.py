@@ -50,6 +50,7 @@ class ObjectiveConfig:
     draws: int | None = option(None, HELP["draws"], unit="draws", min=1)
     temperature: float = option(1.0, "softening of student and teacher; the cache must be built with it", above=0)
     temperature_schedule: tuple[float, ...] = option((), HELP["temperature_schedule"])
+    temperature_end: float | None = option(None, HELP["temperature_end"], above=0)
     kd_weight: float = _weight(1.0, "weight of the distance to the cached teacher")
     ce_weight: float = _weight(0.0, "weight of the cross-entropy with the text's next token")
     hard_top1_weight: float = _weight(0.0, "weight of the cross-entropy with the teacher's likeliest token, at first")
@@ -64,6 +65,10 @@ class ObjectiveConfig:
         if self.temperature_schedule and (self.temperature != 1.0 or min(self.temperature_schedule) <= 0):
             what = ",".join(f"{t:g}" for t in self.temperature_schedule)
             raise ConfigError(f"temperature_schedule: {what}; give numbers above 0, and leave --temperature out")
+        if self.temperature_end is not None and (self.estimator != "full" or self.temperature_schedule):
+            what = "a cache holds the teacher at some temperatures, and only estimator full makes it at any"
+            remedy = "give --estimator full (cache build --hidden) and no schedule, or --temperature-schedule alone"
+            raise ConfigError(f"temperature_end: {what}; {remedy}")
         if self.estimator in ("hybrid", "sampled") and {*self.temperatures} != {1.0}:
             given = ",".join(f"{t:g}" for t in self.temperatures)
             what = f"{given} does not go with estimator {self.estimator}, whose draws are at temperature 1"
@@ -127,6 +132,14 @@ class ObjectiveConfig:
         weights = largest | {"hard_top1": start + (end - start) * min(max(progress, 0.0), 1.0)}
         return {name: weight for name, weight in weights.items() if largest[name] > 0}
 
+    def numbers_at(self, progress: float) -> dict[str, float]:
+        """Return what a step reads as data: its weights and, where the temperature moves on at every step, `T`."""
+        if self.temperature_end is None:
+            return self.weights_at(progress)
+        return self.weights_at(progress) | {
+            "T": self.temperature + (self.temperature_end - self.temperature) * progress
+        }
+
 
 def weight_tensors(weights: Mapping[str, float], send: Callable[[Sequence[float]], Tensor]) -> dict[str, Tensor]:
     """Return weights as data on a device, tensors of one entry; `send` is `Runtime.numbers`.
@@ -147,14 +160,15 @@ def objective_loss(
     """Return the objective of a micro-batch, added up over the positions that its `target_mask` keeps.
 
     Shifted here, once: position p of a row has seen tokens 0..p and is scored on token p+1. Where a batch has
-    `weights`, sums are Σ w · loss, and the count Σ w. The argument `weights` is for the terms of this step, numbers or
+    `weights`, sums are Σ w · loss, and the count Σ w. The argument `weights` is `numbers_at` this step, as numbers or
     `weight_tensors`; by default those at the start. `anchor`, not for this batch, is left out; `teacher_lm_head` is for
     `full`.
 
     CacheError: the batch lacks the temperature, or an array that a term needs; names the build flag.
     """
     names = config.weights_at(0.0)
-    weights = {name: w.reshape(()) if isinstance(w, Tensor) else w for name, w in (weights or names).items()}
+    numbers = weights or config.numbers_at(0.0)
+    weights = {name: w.reshape(()) if isinstance(w, Tensor) else w for name, w in numbers.items()}
     if config.topk_user and "head_ids" not in batch:
         what = f"{config.topk_user} needs the teacher's likeliest tokens, and the batch holds none"
         remedy = "train from a KD cache built with --top-k 1 or more, or set only ce_weight above 0"
@@ -165,13 +179,14 @@ def objective_loss(
         mask_N = mask_N * batch["weights"].reshape(-1)
     terms: list[Term] = []
     if "kd" in names:
-        terms += _kd_terms(batch, config, weights["kd"], teacher_lm_head)
+        terms += _kd_terms(batch, config, weights, teacher_lm_head)
     if "ce" in names:
         terms.append(estimators.label_term(batch["input_ids"][:, 1:].reshape(-1), weights["ce"], "ce"))
     if "hard_top1" in names:
         terms.append(estimators.label_term(batch["head_ids"][..., 0].reshape(-1), weights["hard_top1"], "hard_top1"))
     estimator = choose_estimator(config, batch)
-    kd_is_kl = "kd" in names and estimator in ("ghost", "full") and config.temperature == 1.0
+    softened = config.temperature != 1.0 or config.temperature_end is not None
+    kd_is_kl = "kd" in names and estimator in ("ghost", "full") and not softened
     if config.logs_kl(batch) and not kd_is_kl:
         if isinstance(kd := terms[0], DenseTerm):
             terms.append(replace(kd, weight=0.0, name="kl", temperature=1.0))
@@ -215,13 +230,15 @@ def wanted(batch: Batch, key: str, user: str, draws: int | None = None) -> Tenso
     return array if draws is None else array[:, :draws]
 
 
-def _kd_terms(batch: Batch, config: ObjectiveConfig, weight: float | Tensor, lm_head: LMHead | None) -> list[Term]:
-    estimator, temperature = choose_estimator(config, batch), config.temperature
+def _kd_terms(
+    batch: Batch, config: ObjectiveConfig, numbers: Mapping[str, float | Tensor], lm_head: LMHead | None
+) -> list[Term]:
+    estimator, temperature, weight = choose_estimator(config, batch), config.temperature, numbers["kd"]
     if estimator == "full":
         hidden_NH = wanted(batch, "teacher_hidden", "estimator full")
         if lm_head is None:
             raise CacheError("teacher_head: estimator full needs the teacher's output head; build with --hidden")
-        return [DenseTerm(hidden_NH, lm_head, weight, "kd", temperature)]
+        return [DenseTerm(hidden_NH, lm_head, weight, "kd", numbers.get("T", temperature))]
     if estimator == "sampled":
         ids_ND = wanted(batch, "draw_ids", "estimator sampled", config.draws).long()
         return [estimators.sampled_term(ids_ND, weight)]

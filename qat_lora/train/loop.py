@@ -211,7 +211,7 @@ def _steps(
         while True:
             done, random = run.step, random_states()
             watch.begin(done + 1)
-            weights = objective.weights_at(done / max(1, loop.max_steps - 1))
+            weights = objective.numbers_at(done / max(1, loop.max_steps - 1))
             now = objective.at(done / loop.max_steps)
             sums, failed = gradients(now, weight_tensors(weights, runtime.numbers))
             # Looked at once: a signal that comes later is for the next step. All processes stop after the same.

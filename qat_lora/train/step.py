@@ -28,7 +28,7 @@ from qat_lora.losses.objective import ObjectiveConfig, objective_loss, sparse_te
 from qat_lora.runtime.base import Runtime
 from qat_lora.types import Batch, LanguageModel, LMHead
 
-Weights = Mapping[str, Tensor]  # of the terms in one optimizer step (`weight_tensors`)
+Weights = Mapping[str, Tensor]  # of the terms in one optimizer step, and a moving temperature (`weight_tensors`)
 Sums = dict[str, Tensor]  # running sums of one optimizer step: `loss`, `tokens`, `kl` and one per loss term
 
 

@@ -117,6 +117,27 @@ def test_full_is_the_dense_kl_at_any_temperature(temperature):
     assert result.loss_sum.item() == pytest.approx(expected + 0.5 * ce, rel=2e-5)
 
 
+@pytest.mark.parametrize("progress", [0.0, 0.3, 1.0])
+def test_a_temperature_that_moves_is_data_of_the_step(progress):
+    rng = np.random.default_rng(12)
+    logits, batch = cached_batch(rng)
+    hidden, head = student(rng)
+    config = ObjectiveConfig(estimator="full", temperature=1.0, temperature_end=3.0, ce_weight=0.5)
+    now = {name: torch.tensor([value]) for name, value in config.numbers_at(progress).items()}
+    result = objective_loss(hidden, head, batch, config, now, teacher_lm_head(batch))
+    result.loss_sum.backward()
+    temperature = 1 + 2 * progress
+    own = (hidden.detach().double() @ head.weight_VH.double().T)[..., :VOCAB].numpy()
+    for name, t in {"kd": temperature, "kl": 1.0}.items():
+        expected = sum(numpy_loss("full", own[at], logits[at], K, t) for at in kept_positions(batch)) * t**2
+        assert result.terms[name].item() == pytest.approx(expected, rel=2e-5)
+    fixed, moved = ObjectiveConfig(estimator="full", temperature=temperature, ce_weight=0.5), hidden.grad.clone()
+    hidden.grad = None
+    objective_loss(hidden, head, batch, fixed, None, teacher_lm_head(batch)).loss_sum.backward()
+    torch.testing.assert_close(moved, hidden.grad, rtol=1e-5, atol=1e-7)
+    assert config.cached_temperatures == (1.0,) and config.temperatures == (1.0,)
+
+
 @pytest.mark.parametrize("draws", [None, 1, 3])
 def test_draws_weigh_what_they_stand_for(draws):
     rng = np.random.default_rng(11)
@@ -347,6 +368,9 @@ def test_weights_of_a_step_are_used_as_numbers_or_tensors():
         ({"temperature": 2.0, "temperature_schedule": "2,1"}, "leave --temperature out"),
         ({"temperature_schedule": "2,0"}, "numbers above 0"),
         ({"draws": 4}, "draws: for estimators hybrid, sampled only"),
+        ({"temperature_end": 2.0}, "temperature_end: .* only estimator full makes it at any; give --estimator full"),
+        ({"estimator": "full", "temperature_end": 0.0}, "temperature_end"),
+        ({"estimator": "full", "temperature_end": 2.0, "temperature_schedule": "2,1"}, "temperature_end"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, field):

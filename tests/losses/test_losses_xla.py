@@ -44,7 +44,7 @@ def step(config, data, device, autocast, seed, progress):
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         head = LMHead(weight, vocab, None, 1.0, 30.0)
         own = LMHead(teacher_lm_head.weight_VH.to(device), vocab)
-        weights = weight_tensors(config.weights_at(progress), lambda values: torch.tensor(values).to(device))
+        weights = weight_tensors(config.numbers_at(progress), lambda values: torch.tensor(values).to(device))
         result = objective_loss(hidden, head, data, config, weights, own)
     result.loss_sum.backward()
     if device.type == "xla":
@@ -72,6 +72,7 @@ for settings in json.loads(sys.argv[1]):
 SETTINGS = [
     {"ce_weight": 0.3, "hard_top1_weight": 1.0, "hard_top1_end": 0.0},
     {"estimator": "full", "temperature": 2.0, "hidden_weight": 0.1, "hard_top1_weight": 1.0, "hard_top1_end": 0.0},
+    {"estimator": "full", "temperature": 4.0, "temperature_end": 1.5, "ce_weight": 0.3},
     {"estimator": "hybrid", "draws": 2, "ce_weight": 0.3},
     {"estimator": "sampled"},
 ]

@@ -22,7 +22,7 @@ from qat_lora.train.metrics import read_metrics
 @pytest.fixture(scope="module")
 def made(tiny, tmp_path_factory):
     root = tmp_path_factory.mktemp("objectives")
-    extras = dict(top_k=16, tail_draws=4, draws=12, hidden=True)
+    extras = dict(top_k=16, tail_draws=4, draws=12, hidden=True, temperatures=(1.0, 2.0))
     cache = call("build_cache", cache_options(tiny, root / "cache", **extras))
     plain = call("build_cache", cache_options(tiny, root / "plain", top_k=16))
     student = call("quantize", quantize_options(tiny, root / "student"))
@@ -51,6 +51,27 @@ def test_each_learns_from_one_cache(made, objective, head_k):
     assert kls[-1] < kls[0]
     terms = {"loss", "loss_kd", "loss_hidden"} if "hidden_weight" in objective else {"loss", "loss_kd"}
     assert {key for key in read_metrics(out / "metrics.jsonl")[-1] if key.startswith("loss")} == terms
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"estimator": "ghost", "temperature_schedule": (2.0, 1.0)},
+        {"estimator": "full", "temperature": 3.0, "temperature_end": 1.0},
+    ],
+    ids=["steps", "moves"],
+)
+def test_a_run_goes_on_within_its_temperature_schedule(made, objective):
+    name = objective["estimator"]
+    whole = options(made, f"{name}-whole", **objective)
+    parts = options(made, f"{name}-parts", **objective)
+    call("recover", whole)
+    for step in (3, 5, None):
+        call("recover", replace(parts, loop=replace(parts.loop, until_step=step)))
+    files = [made[0] / f"{name}-{run}" / "last" / "adapter_model.safetensors" for run in ("whole", "parts")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    fixed = call("recover", options(made, f"{name}-fixed", estimator=name, temperature=1.0))
+    assert files[0].read_bytes() != (fixed / "last" / "adapter_model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def _softmax(task: Task, group: Group) -> _Softmax:
         scale_N, given[4], mask_N = scale_N * mask_N, given[4] * mask_N[:, None], mask_N != 0
     given += [scale_N.float(), mask_N.view(torch.uint8)]
     results = [torch.empty_like(scale_N), torch.empty_like(scale_N), empty.new_empty(ids_ND.shape)]
-    return _Softmax(estimator.__name__, group.temperature, [x.contiguous() for x in given], results)
+    return _Softmax(estimator.__name__, float(group.temperature), [x.contiguous() for x in given], results)
 
 
 def _run(task: Task, softmax: _Softmax, raw_CV: Tensor, rows: slice) -> Tensor:

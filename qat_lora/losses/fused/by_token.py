@@ -150,11 +150,11 @@ def _entry_logits(product_CV: Tensor, entries: Entries, task: Task) -> list[Tens
     return found
 
 
-def _soften(logits: Tensor, temperature: float, *, in_place: bool) -> Tensor:
+def _soften(logits: Tensor, temperature: float | Tensor, *, in_place: bool) -> Tensor:
     """Return logits / T, which may be overwritten; the argument is overwritten only if `in_place`."""
     if in_place:
-        return logits if temperature == 1.0 else logits.div_(temperature)
-    return logits.clone() if temperature == 1.0 else logits / temperature
+        return logits if gradients.is_number(temperature, 1.0) else logits.div_(temperature)
+    return logits.clone() if gradients.is_number(temperature, 1.0) else logits / temperature
 
 
 def _sparse_group(z_CV: Tensor, entry_z: list[Tensor], entries: Entries, group: Group, task: Task) -> GroupParts:

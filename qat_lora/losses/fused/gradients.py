@@ -20,7 +20,7 @@ from qat_lora.types import LMHead
 class Group(NamedTuple):
     """Terms that share one softmax: equal temperature, and one top K or none; next to a dense term, none."""
 
-    temperature: float
+    temperature: float | Tensor  # a tensor in a group of a dense term alone
     ids_NK: Tensor | None
     topk: list[tuple[int, TopKTerm]]  # each term with its index among all terms
     points: list[tuple[int, PointTerm]]
@@ -138,6 +138,11 @@ def _replaced(value: Any, name: str, change: Callable[[Tensor, str], Tensor]) ->
     return value
 
 
+def is_number(temperature: float | Tensor, number: float) -> bool:
+    """Return whether a temperature is this number; one that is a tensor may be any, and is not read."""
+    return not isinstance(temperature, Tensor) and temperature == number
+
+
 _JOINS = {PointTerm: 1, KLTerm: 2}  # the terms that join others, in this order
 
 
@@ -147,7 +152,7 @@ def group_terms(terms: Sequence[Term]) -> list[Group]:
     for index, term in sorted(enumerate(terms), key=lambda pair: _JOINS.get(type(pair[1]), 0)):
         if isinstance(term, KLTerm):
             fits = [g for g in groups if g.ids_NK is term.teacher.ids_NK]
-            fits += [g for g in groups if g.ids_NK is None and g.points and g.temperature == 1.0]
+            fits += [g for g in groups if g.ids_NK is None and g.points and is_number(g.temperature, 1.0)]
             if not fits:
                 raise ValueError("kl: no term has its top-K ids, and none has labels or draws at temperature 1")
             fits[0].kl.append((index, term))
@@ -158,7 +163,7 @@ def group_terms(terms: Sequence[Term]) -> list[Group]:
             groups.append(Group(term.temperature, None, [], [], [(index, term)], []))
             continue
         ids = term.teacher.ids_NK if isinstance(term, TopKTerm) else None
-        same = [g for g in groups if g.temperature == term.temperature and (ids is None or g.ids_NK is ids)]
+        same = [g for g in groups if is_number(g.temperature, term.temperature) and (ids is None or g.ids_NK is ids)]
         if not same:
             groups += (same := [Group(term.temperature, ids, [], [], [], [])])
         if isinstance(term, TopKTerm):
