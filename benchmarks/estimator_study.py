@@ -12,6 +12,8 @@ position, D draws an id each; hybrid both; hidden states 2 H whatever K is; `ce`
 that take the bytes of each K, and the plot has bytes on its axis. Repeated draws could be stored once with a count;
 what that would take, one byte a count, has a column of its own. Bytes depend on the vocabulary (ids above 65,536 take
 18 bits instead of 16) and `full` on the width, so on a large model the columns shift: they are this teacher's.
+`compressed` is format version 2 with draws alone: there all bytes of the folder count, the text's too, which the others
+leave out.
 
 What is not fair, and known: one learning rate for all. Noisy gradients (`sampled` with few draws, `ce`) would rather
 have a smaller one; run again with another `--lr` before reading much into them.
@@ -64,19 +66,23 @@ class Case:
     estimator: str
     k: int | None = None
     draws: int | None = None
+    compressed: bool = False  # a cache of its own: stratified draws alone, format version 2
 
     @property
     def name(self) -> str:
         """For folders and tables."""
-        return "-".join(
-            [self.estimator, *([f"k{self.k}"] if self.k else []), *([f"d{self.draws}"] if self.draws else [])]
-        )
+        return "-".join([self.label, *([f"k{self.k}"] if self.k else []), *([f"d{self.draws}"] if self.draws else [])])
+
+    @property
+    def label(self) -> str:
+        """For tables and the plot."""
+        return "compressed" if self.compressed else self.estimator
 
     def objective(self) -> ObjectiveConfig:
         """Return the settings of the loss."""
         if self.estimator == "ce":
             return ObjectiveConfig(kd_weight=0.0, ce_weight=1.0)
-        return ObjectiveConfig(estimator=self.estimator, draws=self.draws)  # type: ignore[arg-type]
+        return ObjectiveConfig(estimator=self.estimator, draws=None if self.compressed else self.draws)  # type: ignore[arg-type]
 
 
 def main() -> None:
@@ -87,7 +93,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     seen, unseen = texts(arguments, out)
     cases = list(all_cases(arguments))
-    draws = max((c.draws or 1 for c in cases if c.estimator == "sampled"), default=1)
+    draws = max((c.draws or 1 for c in cases if c.label == "sampled"), default=1)
     caches = {k: build(arguments, seen, out, k, draws) for k in arguments.k}
     student = run(
         COMMANDS["quantize"],
@@ -100,7 +106,8 @@ def main() -> None:
             run=part(arguments, out / "student"),
         ),
     )
-    caches = {case: caches[case.k or max(arguments.k)] for case in cases}
+    own = {case: build_compressed(arguments, seen, out, case.draws) for case in cases if case.compressed}
+    caches = {case: own[case] if case.compressed else caches[case.k or max(arguments.k)] for case in cases}
     costs = {case: cost(case, caches[case]) for case in cases}
     settings = {name: getattr(arguments, name) for name in SETTINGS}
     lines = out / "runs.jsonl"
@@ -114,7 +121,7 @@ def main() -> None:
             folder = recover(arguments, case, seed, caches[case], student, out / "runs" / f"{case.name}-s{seed}")
             result = scored(arguments, unseen, folder / "last", out / "scores" / f"{case.name}-s{seed}")
             seconds = round(time.perf_counter() - begun, 1)
-            line = {**identity, "estimator": case.estimator, "k": case.k, "draws": case.draws, **result, **costs[case]}
+            line = {**identity, "estimator": case.label, "k": case.k, "draws": case.draws, **result, **costs[case]}
             append(lines, {**line, "seconds": seconds, "load": round(os.getloadavg()[0], 2)})
             print(f"{case.name} seed {seed}: KL {result['kl']:.4f}, {seconds:.0f} s", flush=True)
             shutil.rmtree(folder)
@@ -136,6 +143,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--estimators", type=words, default=(*HEADS, *ALONE), help="of " + ",".join((*HEADS, *ALONE)))
     parser.add_argument("--k", type=numbers, default=(2, 4, 8, 32, 128), help="entries; each has a cache")
     parser.add_argument("--draws", type=numbers, default=(), help="draws of sampled; default: equal bytes with each K")
+    parser.add_argument("--compressed", type=numbers, default=(), help="draws of caches of version 2, each its own")
+    parser.add_argument("--positions", default="all", help="positions of those, as for cache build")
     parser.add_argument("--tail-draws", type=int, default=8, help="draws of hybrid")
     parser.add_argument("--seeds", type=numbers, default=(0, 1, 2))
     parser.add_argument("--preset", default="w2g64")
@@ -176,6 +185,8 @@ def all_cases(arguments: argparse.Namespace) -> Iterator[Case]:
         # An fp16 value is as large as a draw's 16-bit id, the two sums of a position as large as four.
         for draws in arguments.draws or tuple(2 * k + 4 for k in arguments.k):
             yield Case("sampled", draws=draws)
+    for draws in arguments.compressed:
+        yield Case("sampled", draws=draws, compressed=True)
     for estimator in ("full", "ce"):
         if estimator in arguments.estimators:
             yield Case(estimator)
@@ -218,6 +229,25 @@ def build(arguments: argparse.Namespace, seen: TextConfig, out: Path, k: int, dr
     )
 
 
+def build_compressed(arguments: argparse.Namespace, seen: TextConfig, out: Path, draws: int | None) -> Path:
+    """Return a cache of stratified draws alone, its rows compressed."""
+    return run(
+        COMMANDS["cache build"],
+        CacheBuildOptions(
+            teacher=arguments.teacher,
+            text=seen,
+            length=arguments.length,
+            top_k=0,
+            draws=draws or 0,
+            row_codec="lzma",
+            positions=arguments.positions,
+            num_rows=int(arguments.steps * arguments.batch * arguments.pool),
+            teacher_batch_size=16,
+            run=part(arguments, out / f"cache-compressed-d{draws}-{arguments.positions.replace(':', '-')}"),
+        ),
+    )
+
+
 def recover(arguments: argparse.Namespace, case: Case, seed: int, cache: Path, student: Path, out: Path) -> Path:
     """Train one run; return its folder."""
     return run(
@@ -255,6 +285,9 @@ def scored(arguments: argparse.Namespace, unseen: TextConfig, student: Path, out
 def cost(case: Case, cache: Path) -> dict[str, float]:
     """Return the teacher's bytes a token in a cache made for this case alone, and with repeated draws counted."""
     dataset = KDCacheDataset(cache, verify=False)
+    if case.compressed:  # every byte of the folder: text, masks, checksums, ends of rows and records too
+        size = sum(file.stat().st_size for file in cache.iterdir()) / (len(dataset) * dataset.fingerprint.length)
+        return {"bytes_per_token": round(size, 2), "bytes_counted": round(size, 2)}
     held = dataset.manifest.fingerprint.contents
     needs = {"full": {"hidden": held.hidden}, "sampled": {"draws": case.draws}, "hybrid": {"tail_draws": case.draws}}
     alone = Contents(held.length, case.k or 0, held.vocab_size, **needs.get(case.estimator, {}))
@@ -358,7 +391,7 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     """Draw held-out KL over bytes a token, with error bars; `ce`, which needs none, as a line across."""
     with drawn_to(file, size=(7, 4.5)) as (_, axes):
         axis = axes[0, 0]
-        for estimator in (*HEADS, "sampled", "full"):
+        for estimator in (*HEADS, "sampled", "compressed", "full"):
             points = sorted((r for r in rows if r["estimator"] == estimator), key=lambda r: r["bytes_per_token"])
             if points:
                 bars = [r["kl_sd"] or 0.0 for r in points]

@@ -66,7 +66,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     max_rows = options.num_rows and part.of(options.num_rows)
     batch_rows = 1 if isinstance(teacher, LlamaCppModel) else options.teacher_batch_size  # it computes them one by one
     device = runtime.device if isinstance(teacher, CausalLM) else "cpu"
-    settings = ForwardSettings(batch_rows, device, piece_bytes=runtime.piece_bytes)
+    settings = ForwardSettings(batch_rows, device, piece_bytes=runtime.piece_bytes, positions=options.drawn_positions)
 
     def rows(cursor: Any = None) -> Iterator[PackedRow]:
         return pack_rows(rest(cursor["document"] if cursor else 0), encode, options.length, cursor)
@@ -166,6 +166,8 @@ def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMH
     run, builders = options.run, Partition.parse(options.builder).builders
     dealt = units(options.text, builders)
     packing = "documents with bos and eos; attention and positions restart at each"
+    packing += "" if options.positions == "all" else f"; positions drawn by {options.positions}"
+    extras = {"weights": options.positions != "all", "lzma": options.row_codec == "lzma"}
     hidden = (lm_head.width, lm_head.sha256) if lm_head else ()
     return Fingerprint(
         **about,
@@ -175,7 +177,7 @@ def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMH
         top_k=options.top_k,
         temperatures=tuple(sorted(set(options.temperatures))),
         value_dtype=options.value_dtype,
-        optional_arrays=optional_arrays(options.draws_from_tail, options.draws, *hidden),
+        optional_arrays=optional_arrays(options.draws_from_tail, options.draws, *hidden, **extras),
         seed=run.seed,
         eval_rows=options.eval_rows,
     )

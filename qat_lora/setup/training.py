@@ -95,6 +95,8 @@ def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
     own = OPTIONAL_ARRAYS.get(objective.estimator, ()) if objective.kd_weight > 0 else ()
     for name in objective.optional_arrays:
         user = f"estimator {objective.estimator}" if name in own else "hidden_weight"
+        if dataset.fingerprint.contents.lzma and objective.draws not in (None, held[name].shape[-1]):
+            raise CacheError(f"draws: {objective.draws} of stratified draws are biased; allowed: all, so leave it out")
         wanted(held, name, user, objective.draws if name.endswith("draw_ids") else None)
     dataset.leave_out_all_but(objective.optional_arrays)
 

@@ -150,7 +150,8 @@ def encode_rows(rows: Arrays, fingerprint: Fingerprint) -> Arrays:
     if held.top_k:
         arrays |= encode_values(rows["head_logits"], held.value_dtype, max(held.temperatures))
     for name in held.id_lists:
-        arrays |= pack_ids(rows[_LISTS[name]], held.vocab_size, name)
+        ids = np.sort(rows[_LISTS[name]], axis=-1) if held.lzma and name in DRAWN else rows[_LISTS[name]]
+        arrays |= pack_ids(ids, held.vocab_size, name)
     if held.weights:
         if not ((rows["weights"] >= 0) & (rows["weights"] <= _FP16_LARGEST)).all():
             raise CacheError("weights: some are negative, NaN or too large; allowed: 0 to 65,504 (float16)")

@@ -21,6 +21,8 @@ from qat_lora.types import temperature_key
 VALUE_DTYPES = ("float16", "uint8")  # how the logits of top-K entries may be stored
 FORMAT = "qat-lora-kd-cache"
 VERSION = 1
+COMPRESSED = 2  # the version of caches whose rows are compressed one by one
+COMPRESSED_HEADER_BYTES = 512
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 LM_HEAD = "teacher_head.safetensors"  # the teacher's LM head, in caches that hold its hidden states
@@ -65,6 +67,7 @@ class Contents(NamedTuple):
     tail_draws: int = 0  # tokens drawn from the tail of a position
     draws: int = 0  # tokens drawn from the whole teacher
     weights: int = 0  # 1 where positions have weights in the loss
+    lzma: int = 0  # 1 where rows are compressed (`compressed`), and draws stratified and rising
     hidden: int = 0  # H: width of the teacher's hidden states; 0 where none are stored
 
     @property
@@ -87,6 +90,7 @@ def array_table(held: Contents) -> tuple[ArraySpec, ...]:
     wide, packed = held.vocab_size > PACKED_VOCAB, SHORT_VOCAB < held.vocab_size <= PACKED_VOCAB
     lists = held.id_lists.items()
     table: list[tuple[str, str, tuple[int, ...]]] = [("row_crc32", "<u4", ()), ("input_ids", "<i4", (held.length,))]
+    table = table[held.lzma :]  # compressed rows have their checksums outside
     table += [(name, "<i4", (positions, entries)) for name, entries in lists if wide]
     table += [(name, "<f4", (positions,)) for name in held.sums]
     if held.top_k:
@@ -114,7 +118,21 @@ def layout(table: tuple[ArraySpec, ...], rows: int, fingerprint_sha256: str) -> 
     return Layout(header, dict(zip((spec.name for spec in table), starts, strict=True)), end)
 
 
-def safetensors_header(metadata: dict[str, str], arrays: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+@functools.lru_cache(maxsize=64)
+def compressed_layout(rows: int, total_bytes: int, fingerprint_sha256: str) -> Layout:
+    """Return the same of a shard of compressed rows, which has `total_bytes`; the first of its blobs is no row."""
+    metadata = {"format": FORMAT, "version": str(COMPRESSED), "fingerprint": fingerprint_sha256}
+    index = 4 * (rows + 1)
+    size = max(0, total_bytes - COMPRESSED_HEADER_BYTES - 2 * index)
+    arrays = [(name, "U32", (rows + 1,), index) for name in ("row_crc32", "row_ends")]
+    header = safetensors_header(metadata, [*arrays, ("rows", "U8", (size,), size)], COMPRESSED_HEADER_BYTES)
+    starts = {name: len(header) + number * index for number, name in enumerate(("row_crc32", "row_ends", "rows"))}
+    return Layout(header, starts, starts["rows"] + size)
+
+
+def safetensors_header(
+    metadata: dict[str, str], arrays: Iterable[tuple[str, str, Sequence[int], int]], least: int = 0
+) -> bytes:
     """Return a safetensors file's header and before it its length; `arrays`: name, type, shape and bytes, in order."""
     header: dict[str, object] = {"__metadata__": metadata}
     offset = 0
@@ -122,7 +140,7 @@ def safetensors_header(metadata: dict[str, str], arrays: Iterable[tuple[str, str
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
-    text += b" " * (-len(text) % 8)
+    text = (text + b" " * (-len(text) % 8)).ljust(least - 8)
     return len(text).to_bytes(8, "little") + text
 
 
