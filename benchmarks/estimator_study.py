@@ -42,6 +42,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from qat_lora.cache.format.codec import pack_ids
+from qat_lora.cache.format.compressed import compress_rows
 from qat_lora.cache.format.layout import Contents, array_table, row_bytes
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.data.sources import TextConfig
@@ -56,6 +58,7 @@ from qat_lora.train.optim import OptimConfig
 
 HEADS = ("ghost", "renorm", "hybrid", "jsd", "skew", "skew_reverse")
 ALONE = ("sampled", "full", "ce")
+SIZES = ("bytes_v151936", "bytes_v151936_without_pattern")
 SETTINGS = ("preset", "length", "rank", "batch", "steps", "lr", "scale_lr", "tail_draws", "pool", "eval_rows", "dtype")
 
 
@@ -287,7 +290,9 @@ def cost(case: Case, cache: Path) -> dict[str, float]:
     dataset = KDCacheDataset(cache, verify=False)
     if case.compressed:  # every byte of the folder: text, masks, checksums, ends of rows and records too
         size = sum(file.stat().st_size for file in cache.iterdir()) / (len(dataset) * dataset.fingerprint.length)
-        return {"bytes_per_token": round(size, 2), "bytes_counted": round(size, 2)}
+        scattered, random_ids = (size_at(dataset, case.draws or 0, patterned) for patterned in (True, False))
+        sizes = {"bytes_v151936": scattered, "bytes_v151936_without_pattern": random_ids}
+        return {"bytes_per_token": round(size, 2), "bytes_counted": round(size, 2), **sizes}
     held = dataset.manifest.fingerprint.contents
     needs = {"full": {"hidden": held.hidden}, "sampled": {"draws": case.draws}, "hybrid": {"tail_draws": case.draws}}
     alone = Contents(held.length, case.k or 0, held.vocab_size, **needs.get(case.estimator, {}))
@@ -303,6 +308,25 @@ def cost(case: Case, cache: Path) -> dict[str, float]:
         id_bytes = (stored - row_bytes_of_head(case, held) / held.length) / case.draws
         counted = stored + distinct * (id_bytes + 1) - case.draws * id_bytes
     return {"bytes_per_token": round(stored, 1), "bytes_counted": round(min(stored, counted), 1)}
+
+
+def size_at(dataset: KDCacheDataset, draws: int, patterned: bool, vocab: int = 151_936, rows: int = 256) -> float:
+    """Return bytes a token of the first rows with their tokens scattered over a larger vocabulary.
+
+    Or, not `patterned`, with every drawn token another at every position, as no model draws them: an upper bound.
+    """
+    rng, held = np.random.default_rng(0), Contents(dataset.fingerprint.length, 0, vocab, draws=draws, lzma=1)
+    batch = dataset.rows(range(min(rows, len(dataset))))
+    ids = batch["draw_ids"].astype(np.int64)
+    places = rng.permutation(vocab)
+    mapped = places[ids]
+    if not patterned:
+        own = rng.integers(0, vocab, (*ids.shape[:2], 1)) + ids * rng.integers(1, vocab, (*ids.shape[:2], 1))
+        mapped = own % vocab
+    arrays = {"input_ids": places[batch["input_ids"]].astype("<i4"), **pack_ids(np.sort(mapped, -1), vocab, "draws")}
+    arrays["loss_mask"] = np.ones(arrays["input_ids"].shape, np.uint8)
+    arrays["doc_starts"] = np.zeros((len(ids), -(-held.length // 8)), np.uint8)
+    return round(sum(map(len, compress_rows([arrays], held, array_table(held)))) / batch["input_ids"].size, 2)
 
 
 def row_bytes_of_head(case: Case, held: Contents) -> int:
@@ -345,6 +369,7 @@ def report(
         rows.append(
             {
                 "case": name,
+                **{key: group[0][key] for key in SIZES if key in group[0]},
                 **{key: group[0][key] for key in ("estimator", "k", "draws", "bytes_per_token", "bytes_counted")},
                 "seeds": len(group),
                 "kl_mean": round(statistics.mean(values), 5),
@@ -381,8 +406,8 @@ def table(rows: list[dict[str, Any]], start: dict[str, float], tokens: int) -> s
     text += "|---|---|---|---|---|---|---|---|---|\n"
     for row in rows:
         spread = f" ± {row['kl_sd']:.4f}" if row["kl_sd"] is not None else ""
-        text += f"| {row['estimator']} | {row['k'] or ''} | {row['draws'] or ''} | {row['bytes_per_token']:.0f} | "
-        text += f"{row['bytes_counted']:.0f} | {row['seeds']} | {row['kl_mean']:.4f}{spread} | "
+        text += f"| {row['estimator']} | {row['k'] or ''} | {row['draws'] or ''} | {row['bytes_per_token']:.4g} | "
+        text += f"{row['bytes_counted']:.4g} | {row['seeds']} | {row['kl_mean']:.4f}{spread} | "
         text += f"{row['ppl_mean']:.3f} | {row['top1_mean']:.4f} |\n"
     return text
 

@@ -188,8 +188,8 @@ class CacheWriter:
         """Say that this builder has ended; as the last to do so, write the manifest."""
         if not self._ended:
             shards: dict[str, Any] = {f"{split}_shards": len(entries) for split, entries in self._entries.items()}
-            held = {"version": self.fingerprint.version, "fingerprint": self.fingerprint}
-            part = Part(**self.partition._asdict(), **shards, **held)
+            held, version = self.fingerprint, self.fingerprint.version
+            part = Part(**self.partition._asdict(), **shards, fingerprint=held, version=version)
             self.out.write_new(fmt.part_name(self.partition.builder), [render(part)], "part")
             self._ended = True
         with self.out.lock(f"{fmt.LOCK}.manifest", "waiting"):
@@ -208,8 +208,8 @@ class CacheWriter:
         if not train:
             kept = f" (all {held} rows went to the evaluation split)" if held else ""
             raise CacheError(f"--out {self.out}: no training row to store{kept}; give more text or fewer --eval-rows")
-        found = {"version": self.fingerprint.version, "fingerprint": self.fingerprint}
-        manifest = Manifest(**found, train=(*entries["train"],), eval=(*entries["eval"],))
+        held, version = self.fingerprint, self.fingerprint.version
+        manifest = Manifest(fingerprint=held, version=version, train=(*entries["train"],), eval=(*entries["eval"],))
         self.out.write_new(fmt.MANIFEST, [render(manifest)], "manifest")
         self.finished = True
         return manifest
