@@ -168,7 +168,7 @@ def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMH
     packing = "documents with bos and eos; attention and positions restart at each"
     packing += "" if options.positions == "all" else f"; positions drawn by {options.positions}"
     lzma, weights = options.row_codec == "lzma", options.positions != "all"
-    hidden = (lm_head.width, lm_head.sha256) if lm_head else (0, None)
+    width, sha256 = (lm_head.width, lm_head.sha256) if lm_head else (0, None)
     return Fingerprint(
         **about,
         dataset=describe_source(options.text, dealt) + (f" first {options.num_rows} rows" if options.num_rows else ""),
@@ -177,7 +177,7 @@ def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMH
         top_k=options.top_k,
         temperatures=tuple(sorted(set(options.temperatures))),
         value_dtype=options.value_dtype,
-        optional_arrays=optional_arrays(options.draws_from_tail, options.draws, *hidden, weights, lzma),
+        optional_arrays=optional_arrays(options.draws_from_tail, options.draws, width, sha256, weights, lzma),
         seed=run.seed,
         eval_rows=options.eval_rows,
     )

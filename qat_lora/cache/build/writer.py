@@ -188,8 +188,7 @@ class CacheWriter:
         """Say that this builder has ended; as the last to do so, write the manifest."""
         if not self._ended:
             shards: dict[str, Any] = {f"{split}_shards": len(entries) for split, entries in self._entries.items()}
-            held, version = self.fingerprint, self.fingerprint.version
-            part = Part(**self.partition._asdict(), **shards, fingerprint=held, version=version)
+            part = Part(**self.partition._asdict(), **shards, **self._version())
             self.out.write_new(fmt.part_name(self.partition.builder), [render(part)], "part")
             self._ended = True
         with self.out.lock(f"{fmt.LOCK}.manifest", "waiting"):
@@ -208,11 +207,14 @@ class CacheWriter:
         if not train:
             kept = f" (all {held} rows went to the evaluation split)" if held else ""
             raise CacheError(f"--out {self.out}: no training row to store{kept}; give more text or fewer --eval-rows")
-        held, version = self.fingerprint, self.fingerprint.version
-        manifest = Manifest(fingerprint=held, version=version, train=(*entries["train"],), eval=(*entries["eval"],))
+        shards: dict[str, Any] = {split: (*entries[split],) for split in ("train", "eval")}
+        manifest = Manifest(**self._version(), **shards)
         self.out.write_new(fmt.MANIFEST, [render(manifest)], "manifest")
         self.finished = True
         return manifest
+
+    def _version(self) -> dict[str, Any]:
+        return {"version": self.fingerprint.version, "fingerprint": self.fingerprint}
 
     def _rows(self, split: str) -> int:
         return sum(entry.rows for entry in self._entries[split])
@@ -349,9 +351,8 @@ class CacheWriter:
         if not rows:
             return
         name = self.partition.shard_name(split, len(self._entries[split]))
-        held, table, body = self.fingerprint.contents, self.fingerprint.arrays, list[bytes]()
-        if held.lzma:
-            body = compress_rows(self._pending, held, table)
+        held, table = self.fingerprint.contents, self.fingerprint.arrays
+        body = compress_rows(self._pending, held, table) if held.lzma else []
         plan = self.fingerprint.layout(rows, fmt.COMPRESSED_HEADER_BYTES + sum(map(len, body)))
 
         def chunks() -> Iterator[bytes | memoryview]:
@@ -361,14 +362,14 @@ class CacheWriter:
                 for piece in self._pending:
                     yield np.ascontiguousarray(piece[array]).view(np.uint8).reshape(-1).data
 
-        found: dict[str, Any] = {
-            "version": self.fingerprint.version,
+        found = {
+            **self._version(),
             "shard": name,
             "first_row": self._rows(split),
             "rows": rows,
             "bytes": plan.total_bytes,
         }
-        found |= {**self.partition._asdict(), "cursor": self._pending_cursor, "fingerprint": self.fingerprint}
+        found |= {**self.partition._asdict(), "cursor": self._pending_cursor}
         sidecar = Sidecar(**found, sha256="")
         text_bytes = len(render(sidecar))
         if text_bytes > fmt.SIDECAR_LIMIT_BYTES - 128:  # a cursor that cannot be stored must not cost the shard

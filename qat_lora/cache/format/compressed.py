@@ -3,14 +3,11 @@
 Draws of version 2 are stratified (`build.topk.row_uniforms`), so their order says nothing: a position has them rising.
 A list is stored as its different tokens, the most frequent first, with how often each was drawn; tokens drawn equally
 often as gaps between their ranks in the shard's table of tokens, which begins with what most positions drew. The text
-is stored as places in these lists, which hold three of four next tokens. LZMA takes a quarter off what is left. Of
-`teacher-small`'s 13 draws this makes 9.7 bytes a token, text, mask and checksums counted, where version 1 takes 31.
-
-Compressing several rows together would save another tenth, and a trainer that asks for rows in random order would
-decompress them all for one. LZMA is Python's own; zstandard and zlib leave a tenth more.
+is stored as places in these lists, which hold three of four next tokens. LZMA, which is Python's own, takes a
+quarter off what is left (zlib less). Rows compressed together would be smaller, but rows are read in random order.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +18,8 @@ from qat_lora.errors import CacheError
 
 _SHORT, _LONG = 240, 248  # bytes from which on one and three more follow; all below are numbers themselves
 _FAR = _SHORT + 256 * (_LONG - _SHORT)  # the first number of four bytes
+# LZMA2 without a container; contexts of no bits, since rows are too short to learn from more.
+_FILTERS = [{"id": 0x21, "preset": 9, "dict_size": 1 << 20, "lc": 0, "lp": 0, "pb": 0}]
 _WORD = 1 << 8 * np.arange(3)  # what the bytes of three weigh
 
 
@@ -37,12 +36,12 @@ def compress_rows(pieces: Sequence[Arrays], held: Contents, table: Sequence[Arra
     by_rank = np.argsort(-counts, kind="stable")
     ranks = np.empty_like(by_rank)
     ranks[by_rank] = np.arange(len(by_rank))
-    blobs = [_lzma().compress(tokens[by_rank].astype("<i4").tobytes(), **_format())]
+    blobs = [_compress(tokens[by_rank].astype("<i4").tobytes())]
     for piece in pieces:
         for number in range(len(piece["input_ids"])):
             row = {name: array[number] for name, array in piece.items()}
             plain = _encode(row, held, table, lambda ids: ranks[np.searchsorted(tokens, ids)])
-            blobs.append(_lzma().compress(plain, **_format()))
+            blobs.append(_compress(plain))
     ends = np.cumsum([len(blob) for blob in blobs])
     if ends[-1] >= 1 << 32:
         raise CacheError(f"shard_rows: a shard of {ends[-1]:,} bytes; allowed: below 4 GB, so give fewer --shard-rows")
@@ -83,7 +82,6 @@ def decompress_row(
     for spec in _others(table):
         planes = plain.take(spec.row_bytes).astype(np.uint8).reshape(spec.dtype.itemsize, -1)
         out[spec.name][...] = np.ascontiguousarray(planes.T).view(spec.dtype).reshape(spec.row_shape)
-    plain.end()
 
 
 def _encode(row: Arrays, held: Contents, table: Sequence[ArraySpec], rank: Callable[[Any], Any]) -> bytes:
@@ -150,31 +148,17 @@ class _Reader:
         values[long] = _FAR + (values[long] - _LONG << 24) + _WORD @ words
         return values
 
-    def end(self) -> None:
-        if self._place != len(self._data):
-            raise ValueError("it is too long")
+
+def _compress(data: bytes) -> bytes:
+    import lzma  # not above: there are Pythons without, and version 1 needs none
+
+    return lzma.compress(data, lzma.FORMAT_RAW, filters=_FILTERS)
 
 
 def _decompress(blob: bytes, most: int) -> bytes:
+    import lzma
+
     try:
-        return _lzma().LZMADecompressor(**_format()).decompress(blob, most)
-    except _lzma().LZMAError as error:
+        return lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=_FILTERS).decompress(blob, most)
+    except lzma.LZMAError as error:
         raise ValueError(str(error)) from None
-
-
-def _format() -> Mapping[str, Any]:
-    """LZMA2 without a container; contexts of no bits, since rows are too short to learn from more."""
-    lzma = _lzma()
-    return {
-        "format": lzma.FORMAT_RAW,
-        "filters": [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 20, "lc": 0, "lp": 0, "pb": 0}],
-    }
-
-
-def _lzma() -> Any:
-    """Return Python's lzma; CacheError where it was built without."""
-    try:
-        import lzma
-    except ImportError:
-        raise CacheError("row_codec: this Python was built without lzma; install liblzma and build it again") from None
-    return lzma
