@@ -106,12 +106,11 @@ def _encode(row: Arrays, held: Contents, table: Sequence[ArraySpec], rank: Calla
 
 
 def _drawn(held: Contents) -> dict[str, int]:
-    return {name: size for name, size in held.id_lists.items() if name in DRAWN}
+    return {name: held.id_lists[name] for name in DRAWN if name in held.id_lists}
 
 
 def _others(table: Sequence[ArraySpec]) -> list[ArraySpec]:
-    own = {"input_ids", *DRAWN}
-    return [spec for spec in table if spec.name.removesuffix("_lo").removesuffix("_hi") not in own]
+    return [spec for spec in table if spec.name.removesuffix("_lo").removesuffix("_hi") not in ("input_ids", *DRAWN)]
 
 
 def _continues(owners: np.ndarray, counts: np.ndarray) -> np.ndarray:

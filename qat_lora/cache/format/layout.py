@@ -32,6 +32,7 @@ MANIFEST_LIMIT_BYTES = 64 << 20
 SERIES = {"train": "s", "eval": "e"}  # the letter of each split's shard series
 PACKED_VOCAB = 1 << 18  # up to this vocabulary, ids are 16 low bits plus 2 high bits; beyond it, raw int32
 SHORT_VOCAB = 1 << 16  # up to this vocabulary, the 2 high bits are always 0 and are left out
+_Array = tuple[str, str, Sequence[int], int]
 _SAFETENSORS_DTYPE = {"<i4": "I32", "<u4": "U32", "<f4": "F32", "<f2": "F16", "<u2": "U16", "|u1": "U8"}
 
 
@@ -130,9 +131,7 @@ def compressed_layout(rows: int, total_bytes: int, fingerprint_sha256: str) -> L
     return Layout(header, starts, starts["rows"] + size)
 
 
-def safetensors_header(
-    metadata: dict[str, str], arrays: Iterable[tuple[str, str, Sequence[int], int]], least: int = 0
-) -> bytes:
+def safetensors_header(metadata: dict[str, str], arrays: Iterable[_Array], least: int = 0) -> bytes:
     """Return a safetensors file's header and before it its length; `arrays`: name, type, shape and bytes, in order."""
     header: dict[str, object] = {"__metadata__": metadata}
     offset = 0

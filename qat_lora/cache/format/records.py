@@ -28,12 +28,7 @@ _OPTIONAL_ORDER = ("tail_draws", "draws", "weights", "lzma", "hidden")
 
 
 def optional_arrays(
-    tail_draws: int = 0,
-    draws: int = 0,
-    hidden: int = 0,
-    sha256: str | None = None,
-    weights: bool = False,
-    lzma: bool = False,
+    tail_draws: int = 0, draws: int = 0, hidden: int = 0, sha256: str | None = None, weights: int = 0, lzma: int = 0
 ) -> tuple[str, ...]:
     """Return the names by which a fingerprint says what is stored beyond the standard arrays; sha256: the LM head's."""
     counts = {"tail_draws": tail_draws, "draws": draws, "weights": int(weights), "lzma": int(lzma)}
@@ -76,9 +71,8 @@ class Fingerprint:
 
     def __post_init__(self) -> None:
         extras = _parse_optional(self.optional_arrays)
-        compressed, drawn = "lzma" in extras, extras.get("draws", (0,))[0]
-        fewest = int("hidden" not in extras and not compressed)
-        topk_allowed = f"1 to vocab_size = {self.vocab_size}, or 0 with --hidden"
+        fits_codec = "lzma" not in extras or 1 <= extras.get("draws", (0,))[0] <= 256
+        fewest, topk_allowed = int(not {"hidden", "lzma"} & {*extras}), f"1 to {self.vocab_size}, or 0 with --hidden"
         known = all(math.isfinite(t) and t > 0 and float(f"{t:g}") == t for t in self.temperatures)
         rising = known and (*sorted({1.0, *self.temperatures}),) == self.temperatures
         numbers = "positive numbers of at most six digits, rising, 1 among them, for example 1,2"
@@ -90,7 +84,7 @@ class Fingerprint:
             ("eval_rows", self.eval_rows, self.eval_rows >= 0, "0 or more"),
             ("tail_draws", self.optional_arrays, self.top_k or "tail_draws" not in extras, "none where --top-k is 0"),
             ("temperatures", self.temperatures, rising, numbers),
-            ("row_codec", self.optional_arrays, 1 <= drawn <= 256 or not compressed, "lzma with --draws 1 to 256 only"),
+            ("row_codec", self.optional_arrays, fits_codec, "lzma with --draws 1 to 256 only"),
         ]
         for name, given, fits, allowed in rules:
             if not fits:
@@ -233,7 +227,7 @@ def parse(cls: type[R], data: bytes, where: str) -> R:
             raise CacheError(f"{where}: {what}; use the qat-lora that wrote it, or build the cache again")
         record: Any = config.from_dict(cls, tree, cls.__name__, exact=True)
         if record.version != record.fingerprint.version:
-            raise ValueError(f"its version is {record.version}, that of its fingerprint {record.fingerprint.version}")
+            raise ValueError(f"its version is {record.version}, its fingerprint's is {record.fingerprint.version}")
         return record
     except CacheError:
         raise

@@ -197,16 +197,12 @@ class Shard:
             if header != read_header(plan.header, file):
                 raise CacheDamaged(f"{file}: its header describes other arrays than the cache's fingerprint demands")
         if self._held.lzma:
-            self._sums, self._ends = np.empty((2, entry.rows + 1), "<u4")
-            self._fill(self._sums, plan.starts["row_crc32"], "its checksums")
-            self._fill(self._ends, plan.starts["row_ends"], "its rows' ends")
-            self._ends = np.append(0, self._ends.astype(np.int64))
+            self._sums, _ = index = np.empty((2, entry.rows + 1), "<u4")  # the two arrays are one behind the other
+            self._fill(index, plan.starts["row_crc32"], "its index")
+            self._ends = np.append(0, index[1].astype(np.int64))
             if (np.diff(self._ends) < 0).any() or self._ends[-1] != plan.total_bytes - plan.starts["rows"]:
                 raise self._damaged("its list of rows' ends", "is not what was written")
-            try:
-                self._tokens = token_table(self._blob(0, "its table of tokens", True), self._held.vocab_size)
-            except ValueError as error:
-                raise self._damaged("its table of tokens", f"cannot be read ({error})") from None
+            self._tokens = token_table(self._blob(0, "its table of tokens", True), self._held.vocab_size)
 
     def rows(self, first: int, count: int = 1, *, check: bool = True) -> dict[str, np.ndarray]:
         """Return rows from `first` on as stored, [count, ...]; CacheDamaged: by CRC-32 (`check`), or it has changed."""
@@ -215,14 +211,14 @@ class Shard:
         if not (isinstance(self._data, bytes) or self._place.far or os.fstat(self._data.fileno()).st_nlink):
             raise self._damaged(where, "cannot be read: the file was removed or replaced since it was opened")
         arrays = {spec.name: np.empty((count, *spec.row_shape), spec.dtype) for spec in self._table}
-        for number in range(first, first + count) if self._held.lzma else ():
-            out = {name: array[number - first] for name, array in arrays.items()}
-            try:
-                blob = self._blob(number + 1, f"row {number}", check)
-                decompress_row(blob, self._held, self._table, self._tokens, out)
-            except (ValueError, IndexError) as error:
-                raise self._damaged(f"row {number}", f"cannot be read ({error})") from None
         if self._held.lzma:
+            for number in range(first, first + count):
+                out = {name: array[number - first] for name, array in arrays.items()}
+                blob = self._blob(number + 1, f"row {number}", check)
+                try:
+                    decompress_row(blob, self._held, self._table, self._tokens, out)
+                except (ValueError, IndexError) as error:
+                    raise self._damaged(f"row {number}", f"cannot be read ({error})") from None
             return arrays
         for spec in self._table:
             self._fill(arrays[spec.name], self._plan.starts[spec.name] + first * spec.row_bytes, where)
