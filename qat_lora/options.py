@@ -4,7 +4,6 @@ The command line is read off these classes (`cli.py`), so a flag, its default, i
 """
 
 import functools
-import re
 from dataclasses import fields
 from typing import Literal
 
@@ -79,7 +78,8 @@ class CacheBuildOptions:
     draws: int = _tokens(0, "tokens drawn from the whole teacher at every position, for sampled", min=0)
     hidden: bool = option(False, "store hidden states and the output head, for full; instead of logits with --top-k 0")
     row_codec: Literal["none", "lzma"] = option("none", HELP["row_codec"])
-    positions: str = option("all", HELP["positions"])
+    positions: Literal["all", "entropy", "uniform"] = option("all", HELP["positions"])
+    position_share: float = option(0.5, "share of the positions that --positions draws", above=0, max=1)
     vocab_size: int | None = _tokens(None, HELP["vocab_size"])
     num_rows: int | None = _rows(None, "stop after this many training rows; default: all text", common=True)
     eval_rows: int = _rows(0, "rows kept apart as evaluation split, whole documents", min=0, common=True)
@@ -97,8 +97,6 @@ class CacheBuildOptions:
         compressed = self.row_codec == "lzma"
         if compressed and not 1 <= self.draws <= 256:
             raise ConfigError(f"draws: {self.draws} given; allowed with --row-codec lzma: 1 to 256, for example 16")
-        if self.drawn_positions[0] != "all" and self.served.teacher_url is not None:
-            raise ConfigError("positions: a server tells no entropy; leave it out")
         if not (self.top_k or self.hidden or compressed):
             raise ConfigError("top_k: 0 is too small; allowed: 1 or more")
         if self.tail_draws and not self.top_k:
@@ -109,15 +107,6 @@ class CacheBuildOptions:
         if self.num_rows is not None and not share.of(self.num_rows):
             left = f"{self.num_rows} leaves builder {share} nothing"
             raise ConfigError(f"num_rows: {left}; give more rows or fewer builders")
-
-    @property
-    def drawn_positions(self) -> tuple[str, float]:
-        """By what positions are drawn, and which share of them."""
-        match = re.fullmatch(r"(entropy|uniform):(1|1\.0|0?\.[0-9]+)", self.positions)
-        if self.positions != "all" and (match is None or not float(match[2])):
-            allowed = "all, entropy:0.5 or uniform:0.5, with a share above 0 and at most 1"
-            raise ConfigError(f"positions: {self.positions!r} does not fit; allowed: {allowed}")
-        return (match[1], float(match[2])) if match else ("all", 1.0)
 
     @property
     def draws_from_tail(self) -> int:

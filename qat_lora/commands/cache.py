@@ -66,7 +66,9 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     max_rows = options.num_rows and part.of(options.num_rows)
     batch_rows = 1 if isinstance(teacher, LlamaCppModel) else options.teacher_batch_size  # it computes them one by one
     device = runtime.device if isinstance(teacher, CausalLM) else "cpu"
-    settings = ForwardSettings(batch_rows, device, piece_bytes=runtime.piece_bytes, positions=options.drawn_positions)
+    settings = ForwardSettings(
+        batch_rows, device, piece_bytes=runtime.piece_bytes, positions=(options.positions, options.position_share)
+    )
 
     def rows(cursor: Any = None) -> Iterator[PackedRow]:
         return pack_rows(rest(cursor["document"] if cursor else 0), encode, options.length, cursor)
@@ -166,7 +168,8 @@ def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMH
     run, builders = options.run, Partition.parse(options.builder).builders
     dealt = units(options.text, builders)
     packing = "documents with bos and eos; attention and positions restart at each"
-    packing += "" if options.positions == "all" else f"; positions drawn by {options.positions}"
+    if options.positions != "all":
+        packing += f"; {options.position_share:g} of the positions drawn by {options.positions}"
     lzma, weights = options.row_codec == "lzma", options.positions != "all"
     width, sha256 = (lm_head.width, lm_head.sha256) if lm_head else (0, None)
     return Fingerprint(

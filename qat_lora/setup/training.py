@@ -168,7 +168,7 @@ def evaluation(
         return None
     objective = evaluation_objective(data.objective, teacher_lm_head)
     if teacher_lm_head is None and isinstance(rows, KDCacheDataset) and not rows.k:
-        objective = replace(objective, estimator="sampled")  # cross-entropy: no KL without the teacher's entropy
+        objective = replace(objective, estimator="sampled")
     if data.metric == "nll":
         objective = replace(objective, kd_weight=0.0, ce_weight=1.0)
     batch_rows = loop.batch_size * runtime.replicas
@@ -186,7 +186,7 @@ def evaluation(
                 with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
                     hidden = model.hidden(batch["input_ids"], batch["document_ids"])
                     result = objective_loss(hidden, model.lm_head(), batch, objective, teacher_lm_head=teacher_lm_head)
-                total, count = total + result.loss_sum, count + result.token_count
+                total, count = total + result.terms.get("kl", result.loss_sum), count + result.token_count
                 runtime.mark_step()
             if runtime.replicas > 1:
                 total, count = runtime.all_reduce_mean(torch.stack([total, count])).unbind()

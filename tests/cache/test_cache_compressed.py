@@ -18,7 +18,7 @@ from qat_lora.cache.format.records import Manifest, optional_arrays, parse, rend
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.store import read_manifest, verify_cache
 from qat_lora.cache.tools.describe import describe
-from qat_lora.cache.tools.pack import export_parquet, pack_cache, unpack_cache
+from qat_lora.cache.tools.transport import export_parquet, pack_cache, unpack_cache
 from qat_lora.errors import CacheDamaged, CacheError, ConfigError
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.options import CacheBuildOptions
@@ -68,8 +68,7 @@ def test_numbers_of_every_length_are_read_back():
 
 def test_every_byte_of_a_shard_is_accounted_for(tmp_path, compressed, random_rows, write_cache):
     fp = compressed(top_k=0)
-    rows = {name: values for name, values in random_rows(compressed(), 4).items() if "head" not in name}
-    write_cache(tmp_path / "c", fp, rows, shard_rows=4)
+    write_cache(tmp_path / "c", fp, random_rows(fp, 4), shard_rows=4)
     data = (tmp_path / "c" / "s-000000.safetensors").read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
     header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
@@ -198,7 +197,8 @@ def test_drawn_positions_leave_loss_and_gradient_unbiased():
     scores = rng.gamma(0.5, size=(1, 40))
     gradients = rng.normal(size=(40, 3)) + 3 * scores[0][:, None]  # what high scores have more of
     uniforms = (np.arange(4000) + 0.5) / 4000
-    weights = position_weights(np.repeat(scores, 4000, 0), 0.5, uniforms)
+    scores = np.repeat(scores, 4000, 0)
+    weights = position_weights(np.ones_like(scores, bool), scores, 0.5, uniforms)
     assert weights.dtype == np.float32 and np.array_equal(weights, weights.astype(np.float16))
     kept = (weights > 0).sum(-1)
     assert kept.max() - kept.min() <= 1 and abs(kept.mean() / 40 - 0.5) < 0.05
@@ -213,10 +213,10 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path, compressed, rand
     from qat_lora.data.sources import TextConfig
 
     wanted = {"teacher": "t", "text": TextConfig(dataset="d")}
-    for changes in ({"positions": "entropy:0"}, {"positions": "half"}, {"row_codec": "lzma"}, {"top_k": 0, "draws": 4}):
+    for changes in ({"position_share": 0.0}, {"position_share": 1.5}, {"row_codec": "lzma"}, {"top_k": 0, "draws": 4}):
         with pytest.raises(ConfigError):
             CacheBuildOptions(**wanted, **changes)
-    CacheBuildOptions(**wanted, top_k=0, draws=4, row_codec="lzma", positions="uniform:.25")
+    CacheBuildOptions(**wanted, top_k=0, draws=4, row_codec="lzma", positions="uniform")
     fp = compressed()
     dataset = KDCacheDataset(write_cache(tmp_path / "c", fp, random_rows(fp, 3)))
     check_arrays(dataset, ObjectiveConfig(estimator="sampled"))

@@ -161,16 +161,20 @@ def run_batch(
         if name in DRAWN:
             numbers = row_uniforms(fingerprint.seed, name, rows, (*shape, size), bool(held.lzma))
             uniforms[DRAWN[name]] = torch.from_numpy(numbers).to(device)
-    by, share = settings.positions
-    if by == "entropy":
+    if held.weights or held.entropy:
         uniforms["entropy"] = torch.zeros(shape[0], shape[1] - 1, 1)  # says that it is wanted
     arrays = fetched(teacher_arrays(teacher, ids_BL, documents_BL, held, uniforms, settings))
+    entropy_BP, weights_BP = arrays.pop("entropy", None), inputs["loss_mask"][:, 1:] != 0
     if held.weights:
-        scores = np.asarray(arrays.pop("entropy", np.ones((shape[0], shape[1] - 1))), np.float64)
+        by, share = settings.positions
         chosen = row_uniforms(fingerprint.seed, "weights", rows, (*shape, 1))[:, 0, 0, 0]
-        arrays["weights"] = position_weights(scores * (inputs["loss_mask"][:, 1:] != 0), share, chosen)
+        weights_BP = position_weights(weights_BP, entropy_BP if by == "entropy" else None, share, chosen)
+        arrays["weights"] = weights_BP
         for key in DRAWN.values() & arrays.keys():
-            arrays[key] = arrays[key] * (arrays["weights"] > 0)[..., None]  # no bytes for what counts nothing
+            arrays[key] = arrays[key] * (weights_BP > 0)[..., None]  # no bytes for what counts nothing
+    if held.entropy:
+        means_B = (entropy_BP * weights_BP).sum(-1) / np.maximum(weights_BP.sum(-1), 1e-9)
+        arrays["entropy"] = means_B[:, None].astype(np.float32)
     return {**inputs, **arrays}
 
 

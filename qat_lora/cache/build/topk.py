@@ -159,19 +159,23 @@ def row_uniforms(
     return numbers
 
 
-def position_weights(scores_BP: np.ndarray, share: float, uniforms_B: np.ndarray) -> np.ndarray:
-    """Return weights float32 [B, P] for a loss over a share of the positions that is unbiased: 1/p where drawn, else 0.
+def position_weights(
+    targets_BP: np.ndarray, entropy_BP: np.ndarray | None, share: float, uniforms_B: np.ndarray
+) -> np.ndarray:
+    """Return weights float32 [B, P] for a loss over a share of the targets that is unbiased: 1/p where drawn, else 0.
 
-    p is in proportion to score and a tenth of the row's mean, at most 1. Drawing is systematic, so rows draw equally
-    many, and with the 1/p that float16 holds.
+    p is in proportion to entropy and a tenth of the row's mean, at most 1, or equal for all. Drawing is systematic, so
+    rows draw equally many, and with the 1/p that float16 holds.
     """
-    scores = scores_BP + 0.1 * scores_BP.mean(-1, keepdims=True) + 1e-9
+    scores = targets_BP.astype(np.float64)
+    if entropy_BP is not None:
+        scores *= entropy_BP + 0.1 * entropy_BP.mean(-1, keepdims=True) + 1e-9
     chances = np.zeros_like(scores)
     for _ in range(20):  # what is cut off at 1 goes to the others
         sure = chances >= 1
-        left = share * scores.shape[-1] - sure.sum(-1, keepdims=True)
+        left = share * targets_BP.sum(-1, keepdims=True) - sure.sum(-1, keepdims=True)
         free = np.maximum(np.where(sure, 0, scores).sum(-1, keepdims=True), 1e-30)
         chances = np.where(sure, 1, np.minimum(1, scores * left / free))
     weights = np.maximum(1, (1 / np.maximum(chances, 1e-4)).astype(np.float16)).astype(np.float64)
-    steps = np.floor(np.cumsum(1 / weights, axis=-1) + uniforms_B[:, None])
+    steps = np.floor(np.cumsum(targets_BP / weights, axis=-1) + uniforms_B[:, None])
     return np.where(np.diff(steps, prepend=0, axis=-1) > 0, weights, 0).astype(np.float32)

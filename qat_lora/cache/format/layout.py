@@ -78,6 +78,11 @@ class Contents(NamedTuple):
         return {name: entries for name, entries in lists.items() if entries}
 
     @property
+    def entropy(self) -> bool:
+        """Whether rows have the teacher's mean entropy, by which the cross-entropy with draws alone exceeds the KL."""
+        return bool(self.lzma and not self.top_k and not self.hidden)
+
+    @property
     def sums(self) -> tuple[str, ...]:
         """The arrays of normalisers: `lse` and `log_tail` for each temperature; none where K is 0."""
         if not self.top_k:
@@ -93,7 +98,7 @@ def array_table(held: Contents) -> tuple[ArraySpec, ...]:
     table: list[tuple[str, str, tuple[int, ...]]] = [("row_crc32", "<u4", ()), ("input_ids", "<i4", (held.length,))]
     table = table[held.lzma :]  # compressed rows have their checksums outside
     table += [(name, "<i4", (positions, entries)) for name, entries in lists if wide]
-    table += [(name, "<f4", (positions,)) for name in held.sums]
+    table += [(name, "<f4", (positions,)) for name in held.sums] + [("entropy", "<f4", (1,))] * held.entropy
     if held.top_k:
         floats, codes = ("val", "<f2", (positions, held.top_k)), ("val_range", "<f2", (positions,))
         table.append(floats if held.value_dtype == "float16" else codes)
