@@ -27,6 +27,7 @@ Interrupt it at will: runs that stand in `DIR/runs.jsonl` are not made again, on
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -70,11 +71,13 @@ class Case:
     k: int | None = None
     draws: int | None = None
     compressed: bool = False  # a cache of its own: stratified draws alone, format version 2
+    positions: str = "all"  # of that cache, or for example entropy:0.5
 
     @property
     def name(self) -> str:
         """For folders and tables."""
-        return "-".join([self.label, *([f"k{self.k}"] if self.k else []), *([f"d{self.draws}"] if self.draws else [])])
+        parts = [f"{letter}{size}" for letter, size in (("k", self.k), ("d", self.draws)) if size]
+        return "-".join([self.label, *parts, *([] if self.positions == "all" else self.positions.split(":"))])
 
     @property
     def label(self) -> str:
@@ -109,7 +112,7 @@ def main() -> None:
             run=part(arguments, out / "student"),
         ),
     )
-    own = {case: build_compressed(arguments, seen, out, case.draws) for case in cases if case.compressed}
+    own = {case: build_compressed(arguments, seen, out, case) for case in cases if case.compressed}
     caches = {case: own[case] if case.compressed else caches[case.k or max(arguments.k)] for case in cases}
     costs = {case: cost(case, caches[case]) for case in cases}
     settings = {name: getattr(arguments, name) for name in SETTINGS}
@@ -147,7 +150,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--k", type=numbers, default=(2, 4, 8, 32, 128), help="entries; each has a cache")
     parser.add_argument("--draws", type=numbers, default=(), help="draws of sampled; default: equal bytes with each K")
     parser.add_argument("--compressed", type=numbers, default=(), help="draws of caches of version 2, each its own")
-    parser.add_argument("--positions", default="all", help="positions of those, as for cache build")
+    parser.add_argument(
+        "--positions", type=words, default=("all",), help="of those, each: all, entropy:0.5, uniform:0.5"
+    )
     parser.add_argument("--tail-draws", type=int, default=8, help="draws of hybrid")
     parser.add_argument("--seeds", type=numbers, default=(0, 1, 2))
     parser.add_argument("--preset", default="w2g64")
@@ -188,8 +193,8 @@ def all_cases(arguments: argparse.Namespace) -> Iterator[Case]:
         # An fp16 value is as large as a draw's 16-bit id, the two sums of a position as large as four.
         for draws in arguments.draws or tuple(2 * k + 4 for k in arguments.k):
             yield Case("sampled", draws=draws)
-    for draws in arguments.compressed:
-        yield Case("sampled", draws=draws, compressed=True)
+    for positions, draws in itertools.product(arguments.positions, arguments.compressed):
+        yield Case("sampled", draws=draws, compressed=True, positions=positions)
     for estimator in ("full", "ce"):
         if estimator in arguments.estimators:
             yield Case(estimator)
@@ -232,8 +237,9 @@ def build(arguments: argparse.Namespace, seen: TextConfig, out: Path, k: int, dr
     )
 
 
-def build_compressed(arguments: argparse.Namespace, seen: TextConfig, out: Path, draws: int | None) -> Path:
+def build_compressed(arguments: argparse.Namespace, seen: TextConfig, out: Path, case: Case) -> Path:
     """Return a cache of stratified draws alone, its rows compressed."""
+    by, _, part_of_them = case.positions.partition(":")
     return run(
         COMMANDS["cache build"],
         CacheBuildOptions(
@@ -241,12 +247,13 @@ def build_compressed(arguments: argparse.Namespace, seen: TextConfig, out: Path,
             text=seen,
             length=arguments.length,
             top_k=0,
-            draws=draws or 0,
+            draws=case.draws or 0,
             row_codec="lzma",
-            positions=arguments.positions,
+            positions=by,  # type: ignore[arg-type]
+            position_share=float(part_of_them or 0.5),
             num_rows=int(arguments.steps * arguments.batch * arguments.pool),
             teacher_batch_size=16,
-            run=part(arguments, out / f"cache-compressed-d{draws}-{arguments.positions.replace(':', '-')}"),
+            run=part(arguments, out / f"cache-{case.name}"),
         ),
     )
 
@@ -290,7 +297,7 @@ def cost(case: Case, cache: Path) -> dict[str, float]:
     dataset = KDCacheDataset(cache, verify=False)
     if case.compressed:  # every byte of the folder: text, masks, checksums, ends of rows and records too
         size = sum(file.stat().st_size for file in cache.iterdir()) / (len(dataset) * dataset.fingerprint.length)
-        scattered, random_ids = (size_at(dataset, case.draws or 0, patterned) for patterned in (True, False))
+        scattered, random_ids = (size_at(dataset, patterned) for patterned in (True, False))
         sizes = {"bytes_v151936": scattered, "bytes_v151936_without_pattern": random_ids}
         return {"bytes_per_token": round(size, 2), "bytes_counted": round(size, 2), **sizes}
     held = dataset.manifest.fingerprint.contents
@@ -310,12 +317,12 @@ def cost(case: Case, cache: Path) -> dict[str, float]:
     return {"bytes_per_token": round(stored, 1), "bytes_counted": round(min(stored, counted), 1)}
 
 
-def size_at(dataset: KDCacheDataset, draws: int, patterned: bool, vocab: int = 151_936, rows: int = 256) -> float:
+def size_at(dataset: KDCacheDataset, patterned: bool, vocab: int = 151_936, rows: int = 256) -> float:
     """Return bytes a token of the first rows with their tokens scattered over a larger vocabulary.
 
     Or, not `patterned`, with every drawn token another at every position, as no model draws them: an upper bound.
     """
-    rng, held = np.random.default_rng(0), Contents(dataset.fingerprint.length, 0, vocab, draws=draws, lzma=1)
+    rng, held = np.random.default_rng(0), dataset.fingerprint.contents._replace(vocab_size=vocab)
     batch = dataset.rows(range(min(rows, len(dataset))))
     ids = batch["draw_ids"].astype(np.int64)
     places = rng.permutation(vocab)
@@ -324,6 +331,9 @@ def size_at(dataset: KDCacheDataset, draws: int, patterned: bool, vocab: int = 1
         own = rng.integers(0, vocab, (*ids.shape[:2], 1)) + ids * rng.integers(1, vocab, (*ids.shape[:2], 1))
         mapped = own % vocab
     arrays = {"input_ids": places[batch["input_ids"]].astype("<i4"), **pack_ids(np.sort(mapped, -1), vocab, "draws")}
+    arrays |= {
+        name: batch[name].astype(kind) for name, kind in (("entropy", "<f4"), ("weights", "<f2")) if name in batch
+    }
     arrays["loss_mask"] = np.ones(arrays["input_ids"].shape, np.uint8)
     arrays["doc_starts"] = np.zeros((len(ids), -(-held.length // 8)), np.uint8)
     return round(sum(map(len, compress_rows([arrays], held, array_table(held)))) / batch["input_ids"].size, 2)
