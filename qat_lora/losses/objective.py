@@ -206,8 +206,8 @@ def objective_loss(
     by_name = {name: x for part in parts for name, x in part.terms.items()}
     if kd_is_kl:
         by_name["kl"] = by_name["kd"]
-    if kd_is_kl and "entropy" in batch:
-        by_name["kl"] = by_name["kl"] - (mask_N.reshape(len(hidden_BLH), -1).sum(-1, True) * batch["entropy"]).sum()
+        if "entropy" in batch:
+            by_name["kl"] = by_name["kd"] - (mask_N.reshape(len(hidden_BLH), -1).sum(-1, True) * batch["entropy"]).sum()
     return LossSum(loss_sum, parts[0].token_count, by_name)
 
 

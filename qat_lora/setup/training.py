@@ -77,8 +77,8 @@ def cache_training_data(options: RecoverOptions | QatOptions) -> TrainingData:
     kept = None
     if rows.manifest.rows("eval"):
         kept = KDCacheDataset(path, k=options.head_k, split="eval", verify_rows=checked)
-        draws = [] if kept.k or kept.fingerprint.contents.hidden else ["draw_ids"]
-        kept.leave_out_all_but(["teacher_hidden", *draws])  # evaluations read no draws where there is more
+        draws = ["draw_ids"] if kept.fingerprint.contents.entropy else []  # evaluations read none where there is more
+        kept.leave_out_all_but(["teacher_hidden", *draws])
     identity = {"cache": rows.manifest.fingerprint.sha256, **(to_dict(later) if later.later_caches else {})}
     return TrainingData(rows, kept, objective, identity)
 
@@ -136,8 +136,7 @@ def prepare(
         objective = replace(objective, estimator=name)
     teacher_lm_head = anchor = None
     no_topk = isinstance(dataset, KDCacheDataset) and not dataset.k  # then evaluations need the teacher's output head
-    drawn_only = no_topk and not dataset.fingerprint.contents.hidden  # evaluations then read its draws
-    if (no_topk and not drawn_only) or (objective.kd_weight > 0 and objective.estimator == "full"):
+    if (no_topk and "entropy" not in arrays) or (objective.kd_weight > 0 and objective.estimator == "full"):
         held = dataset.teacher_lm_head()
         bias_V = None if held.bias_V is None else held.bias_V.to(runtime.device)
         teacher_lm_head = replace(held, weight_VH=held.weight_VH.to(runtime.device), bias_V=bias_V)
@@ -167,7 +166,7 @@ def evaluation(
     if rows is None:
         return None
     objective = evaluation_objective(data.objective, teacher_lm_head)
-    if teacher_lm_head is None and isinstance(rows, KDCacheDataset) and not rows.k:
+    if isinstance(rows, KDCacheDataset) and rows.fingerprint.contents.entropy:
         objective = replace(objective, estimator="sampled")
     if data.metric == "nll":
         objective = replace(objective, kd_weight=0.0, ce_weight=1.0)

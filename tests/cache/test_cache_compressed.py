@@ -2,6 +2,7 @@
 
 import json
 import struct
+from io import BytesIO
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from qat_lora.cache.build.topk import draw, position_weights, row_uniforms
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import encode_rows
-from qat_lora.cache.format.compressed import _bytes_of, _Reader
+from qat_lora.cache.format.compressed import _bytes_of, _numbers
 from qat_lora.cache.format.records import Manifest, optional_arrays, parse, render
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.store import read_manifest, verify_cache
@@ -63,7 +64,7 @@ def test_a_compressed_cache_serves_what_one_of_version_1_does(
 def test_numbers_of_every_length_are_read_back():
     numbers = np.array([0, 239, 240, 2287, 2288, 2288 + (1 << 24), (1 << 27) - 1, 255, 256])
     data = b"".join(part.astype(np.uint8).tobytes() for part in _bytes_of(numbers))
-    np.testing.assert_array_equal(_Reader(data).numbers(len(numbers)), numbers)
+    np.testing.assert_array_equal(_numbers(BytesIO(data), len(numbers)), numbers)
 
 
 def test_every_byte_of_a_shard_is_accounted_for(tmp_path, compressed, random_rows, write_cache):

@@ -167,15 +167,13 @@ def position_weights(
     p is in proportion to entropy and a tenth of the row's mean, at most 1, or equal for all. Drawing is systematic, so
     rows draw equally many, and with the 1/p that float16 holds.
     """
-    scores = targets_BP.astype(np.float64)
+    chances = targets_BP.astype(np.float64)
+    wanted_B1 = share * chances.sum(-1, keepdims=True)
     if entropy_BP is not None:
-        scores *= entropy_BP + 0.1 * entropy_BP.mean(-1, keepdims=True) + 1e-9
-    chances = np.zeros_like(scores)
+        chances *= entropy_BP + 0.1 * entropy_BP.mean(-1, keepdims=True) + 1e-9
+    chances /= np.maximum(chances.max(-1, keepdims=True), 1e-30)
     for _ in range(20):  # what is cut off at 1 goes to the others
-        sure = chances >= 1
-        left = share * targets_BP.sum(-1, keepdims=True) - sure.sum(-1, keepdims=True)
-        free = np.maximum(np.where(sure, 0, scores).sum(-1, keepdims=True), 1e-30)
-        chances = np.where(sure, 1, np.minimum(1, scores * left / free))
+        chances = np.minimum(1, chances * wanted_B1 / np.maximum(chances.sum(-1, keepdims=True), 1e-30))
     weights = np.maximum(1, (1 / np.maximum(chances, 1e-4)).astype(np.float16)).astype(np.float64)
     steps = np.floor(np.cumsum(targets_BP / weights, axis=-1) + uniforms_B[:, None])
     return np.where(np.diff(steps, prepend=0, axis=-1) > 0, weights, 0).astype(np.float32)

@@ -362,14 +362,8 @@ class CacheWriter:
                 for piece in self._pending:
                     yield np.ascontiguousarray(piece[array]).view(np.uint8).reshape(-1).data
 
-        found = {
-            **self._version(),
-            "shard": name,
-            "first_row": self._rows(split),
-            "rows": rows,
-            "bytes": plan.total_bytes,
-        }
-        found |= {**self.partition._asdict(), "cursor": self._pending_cursor}
+        found: dict[str, Any] = {"shard": name, "first_row": self._rows(split), "rows": rows, "bytes": plan.total_bytes}
+        found |= {**self._version(), **self.partition._asdict(), "cursor": self._pending_cursor}
         sidecar = Sidecar(**found, sha256="")
         text_bytes = len(render(sidecar))
         if text_bytes > fmt.SIDECAR_LIMIT_BYTES - 128:  # a cursor that cannot be stored must not cost the shard

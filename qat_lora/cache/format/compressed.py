@@ -8,12 +8,13 @@ quarter off what is left (zlib less). Rows compressed together would be smaller,
 """
 
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 
 from qat_lora.cache.format.codec import DRAWN, Arrays, crc32, pack_ids, unpack_ids
-from qat_lora.cache.format.layout import ArraySpec, Contents
+from qat_lora.cache.format.layout import ArraySpec, Contents, row_bytes
 from qat_lora.errors import CacheError
 
 _SHORT, _LONG = 240, 248  # bytes from which on one and three more follow; all below are numbers themselves
@@ -24,24 +25,18 @@ _WORD = 1 << 8 * np.arange(3)  # what the bytes of three weigh
 
 
 def compress_rows(pieces: Sequence[Arrays], held: Contents, table: Sequence[ArraySpec]) -> list[bytes]:
-    """Return the bytes of a shard behind its header: checksums, ends, the table of tokens, then row by row.
-
-    CacheError: the shard would have 4 GB or more.
-    """
+    """Return a shard behind its header: checksums, ends, the table of tokens, rows; CacheError: 4 GB or more."""
     used = [piece["input_ids"].reshape(-1) for piece in pieces]
-    for name, size in _drawn(held).items():
-        for ids in (unpack_ids(piece, size, name=name) for piece in pieces):
-            used.append(ids[np.diff(ids, prepend=-1, axis=-1) != 0])
+    lists = (unpack_ids(piece, size, name=name) for name, size in _drawn(held).items() for piece in pieces)
+    used += [ids[np.diff(ids, prepend=-1, axis=-1) != 0] for ids in lists]
     tokens, counts = np.unique(np.concatenate(used), return_counts=True)
     by_rank = np.argsort(-counts, kind="stable")
-    ranks = np.empty_like(by_rank)
-    ranks[by_rank] = np.arange(len(by_rank))
+    ranks = np.argsort(by_rank)
     blobs = [_compress(tokens[by_rank].astype("<i4").tobytes())]
     for piece in pieces:
         for number in range(len(piece["input_ids"])):
             row = {name: array[number] for name, array in piece.items()}
-            plain = _encode(row, held, table, lambda ids: ranks[np.searchsorted(tokens, ids)])
-            blobs.append(_compress(plain))
+            blobs.append(_compress(_encode(row, held, table, lambda ids: ranks[np.searchsorted(tokens, ids)])))
     ends = np.cumsum([len(blob) for blob in blobs])
     if ends[-1] >= 1 << 32:
         raise CacheError(f"shard_rows: a shard of {ends[-1]:,} bytes; allowed: below 4 GB, so give fewer --shard-rows")
@@ -58,29 +53,29 @@ def decompress_row(
     blob: bytes, held: Contents, table: Sequence[ArraySpec], tokens: np.ndarray, out: dict[str, np.ndarray]
 ) -> None:
     """Write one row's arrays, as version 1 stores them, into `out`; ValueError or IndexError for no such row."""
-    plain = _Reader(_decompress(blob, 64 + 4 * sum(spec.row_bytes for spec in table)))
+    plain = BytesIO(_decompress(blob, 64 + 4 * row_bytes(table)))
     positions = held.length - 1
     for name, size in _drawn(held).items():
-        many = plain.take(positions)
-        common, starts = plain.take(many.sum()) + 2, np.cumsum(many) - many
+        many = _take(plain, positions)
+        common, starts = _take(plain, many.sum()) + 2, np.cumsum(many) - many
         owners = np.repeat(np.arange(positions), many)
         single = size - np.bincount(owners, common, positions).astype(np.int64)
         first = np.cumsum(many + single) - many - single
         counts = np.ones(many.sum() + single.sum(), np.int64)
         counts[np.arange(len(common)) - starts[owners] + first[owners]] = common
         owners = np.repeat(np.arange(positions), many + single)
-        ranks, gap = plain.numbers(len(counts)), _continues(owners, counts)
+        ranks, gap = _numbers(plain, len(counts)), _continues(owners, counts)
         sums = np.cumsum(ranks + gap)
         begins = np.maximum.accumulate(np.where(gap, 0, np.arange(len(gap))))
         found = tokens[sums - (sums - ranks)[begins]]
         ids = np.sort(np.repeat(found, counts).reshape(positions, size), axis=-1)
         for array, values in pack_ids(ids, held.vocab_size, name).items():
             out[array][...] = values
-    place = plain.take(positions)
+    place = _take(plain, positions)
     out["input_ids"][1:] = found[np.where(place, first + place - 1, 0)]
-    out["input_ids"][np.append(True, place == 0)] = tokens[plain.numbers(1 + int((place == 0).sum()))]
+    out["input_ids"][np.append(True, place == 0)] = tokens[_numbers(plain, 1 + int((place == 0).sum()))]
     for spec in _others(table):
-        planes = plain.take(spec.row_bytes).astype(np.uint8).reshape(spec.dtype.itemsize, -1)
+        planes = _take(plain, spec.row_bytes).astype(np.uint8).reshape(spec.dtype.itemsize, -1)
         out[spec.name][...] = np.ascontiguousarray(planes.T).view(spec.dtype).reshape(spec.row_shape)
 
 
@@ -126,26 +121,19 @@ def _bytes_of(numbers: np.ndarray) -> list[np.ndarray]:
     return [leading, short & 255, *(long // weight & 255 for weight in _WORD)]
 
 
-class _Reader:
-    """Numbers from bytes that are in memory."""
+def _take(stream: BytesIO, count: int) -> np.ndarray:
+    part = np.frombuffer(stream.read(int(count)), np.uint8)
+    if len(part) != count:
+        raise ValueError("it is cut off")
+    return part.astype(np.int64)
 
-    def __init__(self, data: bytes) -> None:
-        self._data, self._place = np.frombuffer(data, np.uint8), 0
 
-    def take(self, count: int) -> np.ndarray:
-        part = self._data[self._place : self._place + int(count)]
-        self._place += int(count)
-        if len(part) != count:
-            raise ValueError("it is cut off")
-        return part.astype(np.int64)
-
-    def numbers(self, count: int) -> np.ndarray:
-        values = self.take(count)
-        short, long = (values >= _SHORT) & (values < _LONG), values >= _LONG
-        values[short] = _SHORT + (values[short] - _SHORT << 8) + self.take(short.sum())
-        words = self.take(3 * long.sum()).reshape(3, -1)
-        values[long] = _FAR + (values[long] - _LONG << 24) + _WORD @ words
-        return values
+def _numbers(stream: BytesIO, count: int) -> np.ndarray:
+    values = _take(stream, count)
+    short, long = (values >= _SHORT) & (values < _LONG), values >= _LONG
+    values[short] = _SHORT + (values[short] - _SHORT << 8) + _take(stream, short.sum())
+    values[long] = _FAR + (values[long] - _LONG << 24) + _WORD @ _take(stream, 3 * long.sum()).reshape(3, -1)
+    return values
 
 
 def _compress(data: bytes) -> bytes:

@@ -213,9 +213,9 @@ class Shard:
         arrays = {spec.name: np.empty((count, *spec.row_shape), spec.dtype) for spec in self._table}
         if self._held.lzma:
             for number in range(first, first + count):
-                out = {name: array[number - first] for name, array in arrays.items()}
                 blob = self._blob(number + 1, f"row {number}", check)
                 try:
+                    out = {name: array[number - first] for name, array in arrays.items()}
                     decompress_row(blob, self._held, self._table, self._tokens, out)
                 except (ValueError, IndexError) as error:
                     raise self._damaged(f"row {number}", f"cannot be read ({error})") from None
