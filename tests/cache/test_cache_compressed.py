@@ -1,6 +1,7 @@
 """Format version 2: rows that are compressed one by one, stratified draws, and positions drawn with weights."""
 
 import json
+import os
 import struct
 from io import BytesIO
 
@@ -111,6 +112,27 @@ def test_a_flipped_bit_and_a_cut_are_found_in_their_row(tmp_path, compressed, ra
     dataset.rows([0])
     with pytest.raises(CacheDamaged, match="row 1 is cut off"):
         dataset.rows([1])
+
+
+def test_a_row_is_read_by_itself(tmp_path, compressed, random_rows, write_cache, monkeypatch):
+    """No other row's bytes are touched, in whatever order rows are asked for, and none twice."""
+    fp = compressed(top_k=0)
+    write_cache(tmp_path / "c", fp, random_rows(fp, 8), shard_rows=4)
+    whole = KDCacheDataset(tmp_path / "c").rows(range(8))
+    sizes = []
+    for name in ("s-000000", "s-000001"):
+        ends = np.frombuffer((tmp_path / "c" / f"{name}.safetensors").read_bytes(), "<u4", 5, 512 + 20)
+        sizes += np.diff(ends).tolist()
+    dataset = KDCacheDataset(tmp_path / "c", verify=False)
+    dataset.rows([0, 4])  # opens both shards
+    preadv, reads = os.preadv, []
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: reads.append(preadv(file, into, at)) or reads[-1])
+    for row in (5, 2, 7, 2):
+        reads.clear()
+        batch = dataset.rows([row])
+        assert reads == [sizes[row]]
+        for name, values in batch.items():
+            np.testing.assert_array_equal(values[0], whole[name][row], err_msg=name)
 
 
 def _build(out, fp, rows=range(9), batch_rows=2, settings=None):
