@@ -61,8 +61,9 @@ def test_draws_alone_train_and_are_measured_in_kl(made, positions, tmp_path, tin
     exact = call("recover", options(made, tmp_path / "exact", estimator="full"))
     for name in ("evaluations.jsonl", "metrics.jsonl"):
         kls, wanted = ([line["kl"] for line in read_metrics(out / name, "kl")] for out in (run, exact))
-        assert kls == pytest.approx(wanted, abs=0.2 if positions == "entropy" else 0.04), name
-        assert len(kls) == len(wanted) > 1 and kls[-1] < kls[0]
+        print(name, kls, wanted)
+        assert kls == pytest.approx(wanted, abs=0.03 if positions == "entropy" else 0.01), name
+        assert kls[-1] < kls[0] or name == "metrics.jsonl"
 
 
 @pytest.mark.parametrize(
