@@ -94,8 +94,7 @@ class CacheBuildOptions:
     def __post_init__(self) -> None:
         self.served.check(self)
         required(self.text, "dataset")
-        compressed = self.row_codec == "lzma"
-        if compressed and not 1 <= self.draws <= 256:
+        if (compressed := self.row_codec == "lzma") and not 1 <= self.draws <= 256:
             raise ConfigError(f"draws: {self.draws} given; allowed with --row-codec lzma: 1 to 256, for example 16")
         if not (self.top_k or self.hidden or compressed):
             raise ConfigError("top_k: 0 is too small; allowed: 1 or more")

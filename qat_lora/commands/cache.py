@@ -66,9 +66,8 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     max_rows = options.num_rows and part.of(options.num_rows)
     batch_rows = 1 if isinstance(teacher, LlamaCppModel) else options.teacher_batch_size  # it computes them one by one
     device = runtime.device if isinstance(teacher, CausalLM) else "cpu"
-    settings = ForwardSettings(
-        batch_rows, device, piece_bytes=runtime.piece_bytes, positions=(options.positions, options.position_share)
-    )
+    drawn = (options.positions, options.position_share)
+    settings = ForwardSettings(batch_rows, device, piece_bytes=runtime.piece_bytes, positions=drawn)
 
     def rows(cursor: Any = None) -> Iterator[PackedRow]:
         return pack_rows(rest(cursor["document"] if cursor else 0), encode, options.length, cursor)

@@ -6,9 +6,8 @@ carries T². `anchor`, the distance to the student before training, has rows of 
 micro-batch. The config alone decides which terms exist, and their weights at a step come in separately: a term that
 disappeared once its weight had annealed to 0 would change the compiled graph.
 
-It also gives `kl` for the log, the distance that evaluations report: `hybrid` and `sampled` lack the teacher's entropy,
-and T² scales a softened term, so no loss is that number but `ghost` and `full` at T = 1. Caches of draws alone have the
-entropy of each row, which is taken off.
+It also gives `kl` for the log, the distance that evaluations report: `hybrid` and `sampled` lack the teacher's entropy
+(held by caches of draws alone), T² scales a softened term, so no loss is it but that of `ghost` and `full` at T = 1.
 
 A sparse teacher is only correct with the mass of its tail at the same temperature, 1 - Σ_topK exp(z/T)/Z_T. Only the
 builder of the cache saw the whole vocabulary; guessing Z_T from the mass at T = 1 is wrong by orders of magnitude, so a

@@ -170,7 +170,7 @@ def run_batch(
         chosen = row_uniforms(fingerprint.seed, "weights", rows, (*shape, 1))[:, 0, 0, 0]
         weights_BP = position_weights(weights_BP, entropy_BP if by == "entropy" else None, share, chosen)
         for key in DRAWN.values() & arrays.keys():
-            arrays[key] = arrays[key] * (weights_BP > 0)[..., None]  # no bytes for what counts nothing
+            arrays[key] *= (weights_BP > 0)[..., None]  # no bytes for what counts nothing
         arrays["weights"] = weights_BP
     if held.entropy:
         means_B = (entropy_BP * weights_BP).sum(-1) / np.maximum(weights_BP.sum(-1), 1e-9)

@@ -12,6 +12,7 @@ row and probabilities, so that a resumed build stores the same, which a device's
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -141,9 +142,8 @@ def row_uniforms(
     They depend on the tokens, not on the row's number, since several builders count their own rows, and not on a
     generator's state, since a resumed build would have to replay it. `name` is of the array that is drawn; `shape` is
     batch_rows, L and D.
-
-    Each of D `stratified` draws is distributed as an independent one, but together they are spread: the i-th block is
-    found by (i + u)/D, the token in it by golden-ratio steps. 12 draws vary 43 % less, at no cost to the devices.
+    Each of D `stratified` draws is distributed as an independent one, but together they vary less (12 draws: by 43 %):
+    the i-th finds its block of tokens by (i + u)/D, its token in it by golden-ratio steps.
     """
     batch_rows, length, draws = shape
     numbers = np.zeros((batch_rows, length - 1, draws, 2), np.float32)
@@ -153,19 +153,16 @@ def row_uniforms(
         raw = np.random.Philox(key=key).random_raw(numbers[place].size)  # NumPy keeps raw streams as they are
         uniform = ((raw >> np.uint64(40)) * 2.0**-24).reshape(numbers[place].shape)
         if stratified:
-            steps = np.arange(draws)[:, None] * (1 / draws, (5**0.5 - 1) / 2)
-            uniform = np.minimum((uniform[:, :1] * (1 / draws, 1) + steps) % 1, 1 - 2.0**-24)
+            steps = uniform[:, :1] * (1 / draws, 1) + np.arange(draws)[:, None] * (1 / draws, (5**0.5 - 1) / 2)
+            uniform = np.minimum(steps % 1, 1 - 2.0**-24)
         numbers[place] = uniform
     return numbers
 
 
-def position_weights(
-    targets_BP: np.ndarray, entropy_BP: np.ndarray | None, share: float, uniforms_B: np.ndarray
-) -> np.ndarray:
+def position_weights(targets_BP: Any, entropy_BP: Any, share: float, uniforms_B: Any) -> np.ndarray:
     """Return weights float32 [B, P] for a loss over a share of the targets that is unbiased: 1/p where drawn, else 0.
 
-    p is in proportion to entropy and a tenth of the row's mean, at most 1, or equal for all. Drawing is systematic, so
-    rows draw equally many, and with the 1/p that float16 holds.
+    p, equal for all or in proportion to entropy and a tenth of the row's mean, is at most 1. Rows draw equally many.
     """
     chances = targets_BP.astype(np.float64)
     wanted_B1 = share * chances.sum(-1, keepdims=True)

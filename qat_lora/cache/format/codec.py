@@ -159,8 +159,7 @@ def encode_rows(rows: Arrays, fingerprint: Fingerprint) -> Arrays:
         arrays["weights"] = rows["weights"].astype("<f2")
     if held.hidden:
         arrays["hidden"] = _half(rows["teacher_hidden"])
-    if held.entropy:
-        arrays["entropy"] = rows["entropy"].astype("<f4")
+    arrays |= {"entropy": rows["entropy"].astype("<f4")} if held.entropy else {}
     arrays["row_crc32"] = row_checksums(arrays, fingerprint.arrays)
     return {spec.name: np.ascontiguousarray(arrays[spec.name]) for spec in fingerprint.arrays}
 

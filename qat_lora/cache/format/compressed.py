@@ -1,10 +1,9 @@
 """Rows of a cache of format version 2: lists of draws as counts and gaps, and every row compressed by itself.
 
-Draws of version 2 are stratified (`build.topk.row_uniforms`), so their order says nothing: a position has them rising.
-A list is stored as its different tokens, the most frequent first, with how often each was drawn; tokens drawn equally
-often as gaps between their ranks in the shard's table of tokens, which begins with what most positions drew. The text
-is stored as places in these lists, which hold three of four next tokens. LZMA, which is Python's own, takes a
-quarter off what is left (zlib less). Rows compressed together would be smaller, but rows are read in random order.
+Draws of version 2 are stratified (`build.topk.row_uniforms`), so their order says nothing. A list is stored as its
+different tokens, the most frequent first, with how often each was drawn; tokens drawn equally often as gaps between
+ranks in the shard's table of tokens, the text as places in these lists, which hold three of four next tokens. LZMA
+takes a quarter off (zlib less). Rows compressed together would be smaller, but rows are read in random order.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,16 +43,11 @@ def compress_rows(pieces: Sequence[Arrays], held: Contents, table: Sequence[Arra
     return [sums.tobytes(), ends.astype("<u4").tobytes(), *blobs]
 
 
-def token_table(blob: bytes, vocab_size: int) -> np.ndarray:
-    """Return a shard's tokens by rank; ValueError for what no writer writes."""
-    return np.frombuffer(_decompress(blob, 4 * vocab_size), "<i4")
-
-
 def decompress_row(
     blob: bytes, held: Contents, table: Sequence[ArraySpec], tokens: np.ndarray, out: dict[str, np.ndarray]
 ) -> None:
     """Write one row's arrays, as version 1 stores them, into `out`; ValueError or IndexError for no such row."""
-    plain = BytesIO(_decompress(blob, 64 + 4 * row_bytes(table)))
+    plain = BytesIO(decompress(blob, 64 + 4 * row_bytes(table)))
     positions = held.length - 1
     for name, size in _drawn(held).items():
         many = _take(plain, positions)
@@ -142,7 +136,8 @@ def _compress(data: bytes) -> bytes:
     return lzma.compress(data, lzma.FORMAT_RAW, filters=_FILTERS)
 
 
-def _decompress(blob: bytes, most: int) -> bytes:
+def decompress(blob: bytes, most: int) -> bytes:
+    """Return at most so many bytes from a blob; ValueError for what no writer writes."""
     import lzma
 
     try:

@@ -21,8 +21,7 @@ from qat_lora.types import temperature_key
 VALUE_DTYPES = ("float16", "uint8")  # how the logits of top-K entries may be stored
 FORMAT = "qat-lora-kd-cache"
 VERSION = 1
-COMPRESSED = 2  # the version of caches whose rows are compressed one by one
-COMPRESSED_HEADER_BYTES = 512
+COMPRESSED, COMPRESSED_HEADER_BYTES = 2, 512  # of caches whose rows are compressed one by one
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 LM_HEAD = "teacher_head.safetensors"  # the teacher's LM head, in caches that hold its hidden states

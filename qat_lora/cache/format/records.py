@@ -22,7 +22,7 @@ from qat_lora.errors import CacheDamaged, CacheError, ConfigError
 R = TypeVar("R")
 _SEAL, _SEAL_END = '"checksum": "', '"\n}\n'
 _OPTIONAL = re.compile(
-    r"(tail_draws|draws):([1-9][0-9]{0,5})|(weights|lzma):(1)|(hidden):([1-9][0-9]{0,6}):([0-9a-f]{64})"
+    r"(tail_draws|draws):([1-9]\d{0,5})|(weights|lzma):(1)|(hidden):([1-9]\d{0,6}):([\da-f]{64})", re.A
 )
 _OPTIONAL_ORDER = ("tail_draws", "draws", "weights", "lzma", "hidden")
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import crc32, promises, row_checksums
-from qat_lora.cache.format.compressed import decompress_row, token_table
+from qat_lora.cache.format.compressed import decompress, decompress_row
 from qat_lora.cache.format.lm_head import check_lm_head
 from qat_lora.cache.format.records import Fingerprint, Manifest, ShardEntry, Sidecar, parse, read_header
 from qat_lora.cache.storage.location import Location, Place, locate
@@ -202,7 +202,8 @@ class Shard:
             self._ends = np.append(0, index[1].astype(np.int64))
             if (np.diff(self._ends) < 0).any() or self._ends[-1] != plan.total_bytes - plan.starts["rows"]:
                 raise self._damaged("its list of rows' ends", "is not what was written")
-            self._tokens = token_table(self._blob(0, "its table of tokens", True), self._held.vocab_size)
+            tokens = self._blob(0, "its table of tokens", True)
+            self._tokens = np.frombuffer(decompress(tokens, 4 * self._held.vocab_size), "<i4")
 
     def rows(self, first: int, count: int = 1, *, check: bool = True) -> dict[str, np.ndarray]:
         """Return rows from `first` on as stored, [count, ...]; CacheDamaged: by CRC-32 (`check`), or it has changed."""
@@ -229,7 +230,6 @@ class Shard:
         return arrays
 
     def _blob(self, number: int, where: str, check: bool) -> bytes:
-        """Return what stands before the end of that number."""
         start, end = self._ends[number : number + 2]
         data = np.empty(end - start, np.uint8)
         self._fill(data, self._plan.starts["rows"] + int(start), where)
