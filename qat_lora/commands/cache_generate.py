@@ -27,7 +27,7 @@ from qat_lora.files import outputs
 from qat_lora.files.folders import write_text
 from qat_lora.generate.sample import chat_prompt, plain_prompt
 from qat_lora.generate.settings import CacheGenerateOptions, WriteConfig
-from qat_lora.models.attention_mask import keeps_state
+from qat_lora.layers.attention import keeps_state
 from qat_lora.models.kv_cache import begin, step
 from qat_lora.models.load import CausalLM, load_tokenizer
 from qat_lora.models.student import open_student

@@ -30,7 +30,7 @@ from qat_lora.commands.repository import load_program
 from qat_lora.errors import QatLoraError, one_line
 from qat_lora.plan.devices import KNOWN
 from qat_lora.registry import COMMANDS, Requirements
-from qat_lora.runtime.launch.select import Found, choose, count_tpu_chips, look, select_runtime
+from qat_lora.runtime.launch.select import Found, choose, count_tpu_chips, free_memory_bytes, look, select_runtime
 from qat_lora.terminal import echo
 
 GIB = 2**30
@@ -83,7 +83,7 @@ def examine(environ: Mapping[str, str], needs: Requirements | None = None) -> li
         *_check_accelerators(accelerators(environ, found), needs),
         *_check_variables(environ, found),
         _check_disk(shutil.disk_usage(Path.cwd()).free / GIB, Path.cwd(), needs),
-        _check_ram(_free_ram_gib(), needs),
+        _check_ram(free_memory_bytes(), needs),
         _check_hub(environ),
         *_check_extras(required, extras, versions),
     ]
@@ -224,13 +224,13 @@ def _check_disk(free_gib: float, folder: Path, needs: Requirements | None = None
     return Finding("disk", "problem", text, fix) if free_gib < wanted else Finding("disk", "ok", text)
 
 
-def _check_ram(free_gib: float | None, needs: Requirements | None = None) -> Finding:
-    if free_gib is None:
+def _check_ram(free: int | None, needs: Requirements | None = None) -> Finding:
+    if free is None:
         return Finding("memory", "note", "this system does not say how much is free")
     wanted, what = (LOW_RAM_GIB, "a small student") if needs is None else (needs.host / GIB, needs.what)
-    text = f"{free_gib:.1f} GiB free; {what} is estimated to need {wanted:.1f} GiB of it"
+    text = f"{free / GIB:.1f} GiB free; {what} is estimated to need {wanted:.1f} GiB of it"
     fix = "end other programs; `qat-lora estimate` says what a run needs"
-    return Finding("memory", "problem", text, fix) if free_gib < wanted else Finding("memory", "ok", text)
+    return Finding("memory", "problem", text, fix) if free / GIB < wanted else Finding("memory", "ok", text)
 
 
 def _check_extras(required: Sequence[Requirement], extras: Sequence[str], versions: Mapping[str, str]) -> list[Finding]:
@@ -296,17 +296,6 @@ def _unreachable(url: str) -> str:
         return ""
     except Exception as error:  # those of its HTTP client
         return one_line(error, 80)
-
-
-def _free_ram_gib() -> float | None:
-    """Return memory that programs can still get, None where the system does not tell."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024 / GIB
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    return None
 
 
 @click.command("doctor", context_settings={"ignore_unknown_options": True})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from qat_lora.data.chat import Message
+from qat_lora.data.layouts import Message
 from qat_lora.errors import ConfigError, TextError
 from qat_lora.generate.sample import Backend, open_backend
 from qat_lora.options import ChatOptions, GenerateOptions

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qat_lora.data.chat import encode_chat
+from qat_lora.data.layouts import encode_chat
 from qat_lora.data.shuffle import Indices, ShuffledRows
 from qat_lora.data.sources import Document
 from qat_lora.data.tokenize import encode_pieces

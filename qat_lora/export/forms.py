@@ -1,8 +1,8 @@
 """The forms that a student can be exported in, the formats that one engine reads without rounding, and their bytes.
 
-A form is added with a module that has a `plan`, an entry in `FORMS`, its name in the `--form` option, and the Python
-that loads it in `usage/`, once more where an adapter is beside it. The table names modules as text, since two of them
-need a package of the extra `export`.
+A form is added with a module that has a `plan`, an entry in `forms.yaml`, its name in the `--form` option, and the
+Python that loads it in `usage/`, once more where an adapter is beside it. The table names modules as text, since two of
+them need a package of the extra `export`.
 
 A target size is meant of what the engine gets, not of our own folder: llama.cpp and MLX keep an embedding on a 4-bit
 grid, MLX adds a bias to every step, compressed-tensors writes the LM head dense. Counted are the tensors of base and
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+import yaml
 from torch import Tensor
 
 from qat_lora.errors import ConfigError
@@ -88,25 +89,10 @@ class Form(NamedTuple):
         return getattr(importlib.import_module(f"qat_lora.export.{module}"), function or "plan")(job)
 
 
-FORMS = {
-    "merged": Form("plain:plan_merged", "transformers"),
-    "adapter": Form("plain:plan_pair", "peft"),
-    "compressed-tensors": Form("packed:plan_compressed", "transformers", "compressed_tensors"),
-    "gguf": Form("gguf", "gguf", "gguf"),
-    "gguf-merged": Form("gguf:plan_merged", "gguf", "gguf", "float16"),
-    "gptq": Form("packed:plan_gptq", "transformers", dtype="float16"),
-    "mlx": Form("mlx", "mlx", dtype="float16"),
-    "pt": Form("plain:plan_state", "pytorch"),
-}
-SEEING = ("merged", "adapter", "compressed-tensors", "gguf", "gguf-merged")  # forms of models that see
-
-
-FORMATS: dict[Engine, tuple[str, ...]] = {
-    "any": ("q2_0", "q2_k", "w3g128", "q3_k", "w4g128", "q4_0", "q6_k", "q8_0"),
-    "llama.cpp": ("q2_0", "q2_k", "q3_k", "q4_0", "q4_k", "q6_k", "q8_0"),
-    "mlx": ("q2_0", "w3g128", "q3g64", "w4g128", "q4_0", "q8_0"),
-    "vllm": ("q2_0", "w4g128", "q4_0", "q8_0"),  # without 3 bits, whose layout differs by version
-}
+_TABLES = yaml.safe_load(Path(__file__).with_name("forms.yaml").read_text(encoding="utf-8"))
+FORMS = {name: Form(**of) for name, of in _TABLES["forms"].items()}
+SEEING = tuple(_TABLES["seeing"])  # forms of models that see
+FORMATS: dict[Engine, list[str]] = _TABLES["formats"]
 
 
 def formats(engine: Engine, name: str, module: Any) -> list[QuantSpec]:

@@ -24,8 +24,7 @@ from qat_lora.errors import ConfigError, ModelError
 from qat_lora.export import gguf_model
 from qat_lora.export.forms import ExportJob, ExportPlan, display_name
 from qat_lora.export.ggml_blocks import BLOCK, SUPER, Blocks, float_blocks, to_blocks
-from qat_lora.export.gguf_model import architecture, gguf_name
-from qat_lora.export.gguf_vocab import vocabulary, write_vocabulary
+from qat_lora.export.gguf_model import architecture, gguf_name, vocabulary, write_vocabulary
 from qat_lora.export.integers import dense_tables, other_tensors, quantized_table
 from qat_lora.extras import require
 from qat_lora.files.checksums import read_object

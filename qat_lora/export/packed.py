@@ -1,4 +1,4 @@
-"""The packed base as vLLM and transformers read it, compressed-tensors or GPTQ, with the adapter in PEFT's form.
+"""The packed base as vLLM and transformers read it (compressed-tensors or GPTQ, adapter in PEFT's form), and mlx-lm.
 
 `compressed-tensors`: the library's own `compress` quantises a dense weight, which would round our codes a second time.
 So tensors are written one by one, with its packing function and its config schema. Integer codes keep their width.
@@ -10,6 +10,17 @@ z = 2^(bits-1), of which GPTQ's first format stores one less; its second stores 
 Only exact layers are written: GPTQModel would quantise the original better than we could round codes a second time.
 Codes and zero points are one stream of bits, in which 3-bit codes cross words of 32 bits; the tensors are [I, O].
 Source: AutoGPTQ's `pack`, which GPTQModel's `pack_original` keeps. (`models/packed.py` has our readers.)
+
+MLX, with the adapter in `adapters/`, holds w = q s + b: codes q from 0, a float16 step s and bias b of every 32, 64 or
+128 inputs. Integer codes have b = -2^(bits-1) s, a float16 whenever s is: exact. The biases of half-integers and of
+codes with zero points or minima are rounded to float16, a change of 2^-11 of themselves or less, which is measured with
+the rest. Groups of other sizes, tables and low-rank scales are rounded again.
+
+MLX computes in the type of the activations: float16 here, but for the norm before the LM head, which is float32 and
+makes the logits so too; float16 logits are off by up to 7e-3 of the largest on a CPU. The tensors are written from
+torch: mlx's own package is only for Apple and a few servers, and its `quantize` would choose steps of its own. A tied
+embedding is stored once, and mlx-lm uses it as the LM head. Source: `mlx.core.quantize` for the packing, a stream of
+bits in words of 32; mlx-lm's `load_adapters` for `adapters/`.
 """
 
 import json
@@ -20,17 +31,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from qat_lora.errors import ModelError
+from qat_lora.errors import ConfigError, ModelError
 from qat_lora.export import integers as containers
 from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.export.integers import Integers, as_integers, needed_bits, packable, save_packed
 from qat_lora.export.plain import with_adapter
 from qat_lora.extras import require
-from qat_lora.layers.convert import LM_HEAD, linear_layers, lora_layers, quant_layers
+from qat_lora.files.checksums import seal
+from qat_lora.files.finite import check_finite
+from qat_lora.layers.convert import LM_HEAD, block_of, linear_layers, lora_layers, quant_layers
 from qat_lora.layers.experts import has_split_experts, siblings_of
+from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.models.adapter import CONFIG
+from qat_lora.models.copies import GENERATION, copy_files
+from qat_lora.models.load import CausalLM
 from qat_lora.models.multimodal import sees
+from qat_lora.quant.codes import first_value, unpack
+from qat_lora.quant.spec import QuantSpec
 
 GPTQ_WIDTHS = (2, 3, 4, 8)
 WORD = 32
@@ -188,3 +208,99 @@ def gptq_config(module: Any, found: dict[str, Integers]) -> dict[str, Any]:
         "quant_method": "gptq", "checkpoint_format": "gptq", "bits": bits, "group_size": group, "desc_act": False,
         "sym": True, "lm_head": False, "pack_dtype": "int32", **({"dynamic": dynamic} if dynamic else {}),
     }  # fmt: skip
+
+
+MLX_WIDTHS = (2, 3, 4, 5, 6, 8)
+MLX_TABLES: dict[float | None, int] = {4.5: 4, 6.0: 6, 8.0: 8}
+"""Bits of a code of the embedding by `embedding_bits`, of which half a bit goes into step and bias."""
+MLX_TABLE_GROUPS = (64, 32)
+MLX_ADAPTERS = "adapters"
+
+
+def plan_mlx(job: ExportJob) -> ExportPlan:
+    """Return what writes a student's base for MLX and, in `adapters/`, its adapter; raises as `to_mlx`, `to_tables`."""
+    model = job.student.model
+    found, tables = to_mlx(model.module), to_tables(job)
+    whole = {**found, **tables}
+
+    def write(out: Path) -> None:
+        # Vectors outside of all blocks, the norm before the LM head, are float32.
+        last = ((name, p) for name, p in model.module.named_parameters() if p.ndim == 1 and block_of(name) is None)
+        own = {name: p.detach().cpu().float() for name, p in last}
+        save_packed(model.module, whole, mlx_tensors, out, job.dtype, mlx_config, own)
+        copy_files(model.folder, out, GENERATION)
+        if lora_layers(model.module):
+            (out / MLX_ADAPTERS).mkdir()
+            save_mlx_adapters(model, out / MLX_ADAPTERS)
+
+    notes = ["checked with mlx-lm on a CPU; not run on Apple hardware"]
+    if dense := [name for name, integers in found.items() if integers is None]:
+        why = f"{containers.REFIT_GROUP} does not divide their inputs"
+        notes.append(f"{len(dense)} quantised layers are stored dense: {why}")
+    return ExportPlan(write, found, tuple(notes), tables)
+
+
+def to_mlx(module: Any) -> dict[str, Integers | None]:
+    """Return every quantised layer as MLX holds it, None where no group divides its row; ModelError: there is none."""
+    return {name: _mlx_layer(layer) for name, layer in packable(module, "mlx").items()}
+
+
+def _mlx_layer(layer: QuantLinear) -> Integers | None:
+    spec, size = layer.spec, layer.in_features
+    group = containers.cut_group(layer, containers.GROUPS)
+    if group and spec.bits in MLX_WIDTHS and spec.sharing != "lowrank" and first_value(spec) is not None:
+        codes_OI = unpack(layer.codes, spec.bits, size)
+        return containers.affine(codes_OI, spec, layer.meaning(), group).measured(layer.weight)
+    if size % containers.REFIT_GROUP:
+        return None
+    least = max(containers.REFIT_BITS, spec.bits)
+    return containers.rounded(layer, next(width for width in MLX_WIDTHS if width >= least)).with_biases()
+
+
+def to_tables(job: ExportJob) -> dict[str, Integers]:
+    """Return embedding and LM head without codes, by name, in `embedding_bits`; ConfigError: no group divides one."""
+    module, found = job.student.model.module, {}
+    for name, table in containers.dense_tables(module).items() if job.embedding_bits in MLX_TABLES else ():
+        weight = table.weight.detach()
+        group = next((size for size in MLX_TABLE_GROUPS if weight.shape[1] % size == 0), None)
+        if group is None:
+            fault = f"groups of {MLX_TABLE_GROUPS[-1]} do not divide the width {weight.shape[1]}"
+            raise ConfigError(f"embedding_bits: {fault}; give 16")
+        spec = QuantSpec(bits=MLX_TABLES[job.embedding_bits], code="asymmetric", sharing="group", group_size=group)
+        is_head = table.weight is module.get_output_embeddings().weight
+        quantised = containers.quantized_table(weight, spec, job.importance() if job.importance and is_head else None)
+        found[name] = containers.affine(quantised.codes_OI, spec, quantised.meaning(spec), group).measured(weight)
+    return found
+
+
+def mlx_tensors(integers: Integers) -> dict[str, Tensor]:
+    """Return a layer's tensors by MLX's names."""
+    assert integers.biases_OG is not None
+    return {
+        "weight": containers.words(integers.codes_OI, integers.bits).view(torch.uint32),
+        "scales": integers.steps_OG.half(),
+        "biases": integers.biases_OG.half(),
+    }
+
+
+def mlx_config(packed: dict[str, Integers]) -> dict[str, Any]:
+    """Return what mlx-lm asks of config.json, under both names that it writes: one form first, then each by name."""
+    forms = {name: {"group_size": x.group_size, "bits": x.bits, "mode": "affine"} for name, x in packed.items()}
+    return dict.fromkeys(("quantization", "quantization_config"), {**next(iter(forms.values()), {}), **forms})
+
+
+def save_mlx_adapters(model: CausalLM, out: Path) -> None:
+    """Write an adapter as mlx-lm trains them: float16 [I, r] and [r, O]; blocks without one get zeros from it."""
+    layers = lora_layers(model.module)
+    rank, scale = max((layer.lora_A.shape[0], layer.scaling) for layer in layers.values())  # all have one scale
+    factors = {}
+    for name, layer in layers.items():
+        factors[f"{name}.lora_a"] = layer.lora_A.detach().cpu().half().T.contiguous()
+        factors[f"{name}.lora_b"] = layer.lora_B.detach().cpu().half().T.contiguous()
+    keys = {name.removeprefix(f"{block_of(name)}.") for name in layers}
+    parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted(keys)}
+    settings = {"fine_tune_type": "lora", "num_layers": model.config.num_hidden_layers, "lora_parameters": parameters}
+    check_finite(factors, f"adapter for {out}")
+    save_file(factors, out / "adapters.safetensors", metadata={"format": "mlx"})
+    (out / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    seal(out)

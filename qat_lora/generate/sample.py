@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qat_lora.data.chat import Message, render_chat
 from qat_lora.data.file_rows import well_formed
+from qat_lora.data.layouts import Message, render_chat
 from qat_lora.errors import ConfigError, ModelError, TextError
 from qat_lora.extras import require
 from qat_lora.files.checksums import check_folder

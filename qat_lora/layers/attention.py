@@ -1,8 +1,11 @@
 """Attention that keeps no scores for the backward pass: in tiles of queries on CPUs, in a few large blocks under XLA.
 
 Documents are contiguous and all attention is causal, so one number a token says what it sees: everything from its
-`first` position to its own. A mask of L x L, 4 GB for a row of 32,768, is never made. Transformers' models pass the
-numbers on unread, since they have the four dimensions of a mask that is made already: int32 [B, 1, 1, L].
+`first` position to its own. A mask of L x L, 4 GB for a row of 32,768, is made only for attention that reads nothing
+else. Given a 2-D mask or none, transformers would inspect it on the host in each forward, which stops an XLA device,
+and packed documents would see each other. So `attention_inputs` builds what every token sees in the graph, from
+document ids; transformers' models pass the numbers on unread, since they have the four dimensions of a mask that is
+made already: int32 [B, 1, 1, L].
 
 torch's fused attention for CPUs wants that mask, with which it also multiplies the blocked half of the scores, and keys
 and values repeated for every query head. Here a tile of queries, for all query heads of one key head together, meets
@@ -22,12 +25,14 @@ Sources: FlashAttention-2 (Dao, 2023), Algorithms 1 and 2, without its tiles of 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from qat_lora.errors import ModelError
 
 TILE = 64  # queries of a tile: smaller ones repack the keys more often, larger ones compute more that the mask blocks
 
@@ -39,9 +44,8 @@ def tiled_attention(
 
     `first_BL` is the first position that each sees, at most `window` with its own; under autocast scores stay float32.
     """
-    with torch.autocast(query_BHLD.device.type, enabled=False):
-        key, value = key_BGLD.to(query_BHLD.dtype), value_BGLE.to(query_BHLD.dtype)
-        output: Tensor = _TiledAttention.apply(query_BHLD, key, value, first_BL, scale, window)
+    key, value = key_BGLD.to(query_BHLD.dtype), value_BGLE.to(query_BHLD.dtype)
+    output: Tensor = _Attention.apply(query_BHLD, key, value, first_BL, (scale, window), compute_anew, _Tiles())
     return output
 
 
@@ -77,11 +81,13 @@ BLOCKED_SCORE = -1e30  # of a position that is not seen; finite, since infinitie
 Keep = Callable[[Callable[[], tuple[Tensor, ...]], int], tuple[Tensor, ...]]
 
 
-class AttentionKernel(Protocol):
-    """What computes attention and its gradients on a device (`runtime/xla/splash.py`), where it fits."""
+def compute_anew(computation: Callable[[], tuple[Tensor, ...]], _count: int) -> tuple[Tensor, ...]:
+    """Return the results of a computation, of which a recomputed layer makes them a second time: a `Keep`."""
+    return computation()
 
-    def fits(self, query_BHLD: Tensor, key_BGLD: Tensor) -> bool:
-        """Return whether the kernel can compute these."""
+
+class AttentionMethod(Protocol):
+    """What computes attention and its gradients."""
 
     def outputs(
         self, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scale: float, window: int | None
@@ -94,9 +100,15 @@ class AttentionKernel(Protocol):
         """Return the gradients of queries, keys and values: `tensors` are these and what `outputs` returned."""
 
 
+class AttentionKernel(AttentionMethod, Protocol):
+    """A device's own (`runtime/xla/splash.py`), where it fits."""
+
+    def fits(self, query_BHLD: Tensor, key_BGLD: Tensor) -> bool:
+        """Return whether the kernel can compute these."""
+
+
 class _Blocks:
-    def fits(self, *_: Tensor) -> bool:
-        return True
+    """R: query heads of a key head. C: queries of a block. E: keys up to its end. M: R C."""
 
     def outputs(
         self, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scale: float, window: int | None
@@ -148,19 +160,18 @@ def blocked_attention(
     scale: float,
     window: int | None = None,
     *,
-    keep: Keep,
+    keep: Keep = compute_anew,
     kernel: AttentionKernel | None = None,
 ) -> Tensor:
     """Return what `tiled_attention` does in few, large blocks without writes in place, or by a kernel that fits."""
     fits = kernel is not None and key_BGLD.shape == value_BGLE.shape and kernel.fits(query_BHLD, key_BGLD)
-    chosen = kernel if kernel is not None and fits else _Blocks()
-    settings = (scale, window)
-    output: Tensor = _BlockedAttention.apply(query_BHLD, key_BGLD, value_BGLE, first_BL, settings, keep, chosen)
+    method: AttentionMethod = kernel if kernel is not None and fits else _Blocks()
+    output: Tensor = _Attention.apply(query_BHLD, key_BGLD, value_BGLE, first_BL, (scale, window), keep, method)
     return output
 
 
-class _BlockedAttention(torch.autograd.Function):
-    """G: key heads. R: query heads of a key head. C: queries of a block. E: keys up to its end. M: R C."""
+class _Attention(torch.autograd.Function):
+    """Attention by any method, whose results are kept for the backward pass."""
 
     @staticmethod
     def forward(
@@ -171,15 +182,15 @@ class _BlockedAttention(torch.autograd.Function):
         first_BL: Tensor,
         settings: tuple[float, int | None],
         keep: Keep,
-        kernel: AttentionKernel,
+        method: AttentionMethod,
     ) -> Tensor:
         def compute() -> tuple[Tensor, Tensor]:
             with torch.autocast(query.device.type, enabled=False):  # which would round the scores
-                return kernel.outputs(query, key, value, first_BL, *settings)
+                return method.outputs(query, key, value, first_BL, *settings)
 
         output, log_sum = keep(compute, 2)
         ctx.save_for_backward(query, key, value, first_BL, output, log_sum)
-        ctx.kernel, ctx.settings = kernel, settings
+        ctx.method, ctx.settings = method, settings
         return output
 
     @staticmethod
@@ -188,7 +199,7 @@ class _BlockedAttention(torch.autograd.Function):
         query, key, value, first_BL, output, log_sum = ctx.saved_tensors
         with torch.autocast(d_output.device.type, enabled=False):
             tensors = query, key, value, output, log_sum
-            gradients = ctx.kernel.gradients(tensors, first_BL, d_output, *ctx.settings)
+            gradients = ctx.method.gradients(tensors, first_BL, d_output, *ctx.settings)
         return *gradients, None, None, None, None
 
 
@@ -210,13 +221,13 @@ def _block_scores(query_BGRLD: Tensor, key: Tensor, first_BL: Tensor, scale: flo
     return score_BGME.masked_fill(~allowed_BME[:, None], BLOCKED_SCORE)
 
 
-class _TiledAttention(torch.autograd.Function):
+class _Tiles:
     """N: key heads of all rows (B G). R: query heads of a key head. C: queries of a tile. E: keys that they may see."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def outputs(
+        self, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the result and the scores' log-sums, [N, R, L]."""
         query_NRLD, key_NLD, value_NLD = _by_key_head(query, key, value)
         wide_NLD = key_NLD.float()
         output = query.new_empty(*query.shape[:3], value.shape[3])
@@ -230,33 +241,31 @@ class _TiledAttention(torch.autograd.Function):
             log_sum_NRL[:, :, rows] = (top_NRC1 + sum_NRC1.log())[..., 0]
             share_NME = score_NRCE.div_(sum_NRC1).to(query.dtype).flatten(1, 2)
             output_NRLD[:, :, rows] = torch.bmm(share_NME, value_NLD[:, keys]).view(*score_NRCE.shape[:3], -1)
-        ctx.save_for_backward(query, key, value, first_BL, output, log_sum_NRL)
-        ctx.scale, ctx.window = scale, window
-        return output
+        return output, log_sum_NRL
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, first_BL, output, log_sum_NRL = ctx.saved_tensors
+    def gradients(
+        self, tensors: Sequence[Tensor], first_BL: Tensor, d_output: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, output, log_sum_NRL = tensors
         query_NRLD, key_NLD, value_NLD = _by_key_head(query, key, value)
         wide_NLD, d_output_NRLD = key_NLD.float(), d_output.reshape(*query_NRLD.shape[:3], -1)
         pull_NRL1 = (d_output_NRLD.float() * output.view(d_output_NRLD.shape)).sum(-1, keepdim=True)
         d_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         d_query_NRLD = d_query.view(query_NRLD.shape)
         d_key_NLD, d_value_NLD = torch.zeros_like(wide_NLD), torch.zeros_like(value_NLD, dtype=torch.float32)
-        for rows, keys in _tiles(query.shape[2], ctx.window):
-            share_NRCE = _scores(query_NRLD, wide_NLD, first_BL, ctx.scale, rows, keys)
+        for rows, keys in _tiles(query.shape[2], window):
+            share_NRCE = _scores(query_NRLD, wide_NLD, first_BL, scale, rows, keys)
             share_NRCE.sub_(log_sum_NRL[:, :, rows, None]).exp_()
             d_out_NMD, query_NMD = d_output_NRLD[:, :, rows].flatten(1, 2), query_NRLD[:, :, rows].flatten(1, 2)
             share_NME = share_NRCE.to(query.dtype).flatten(1, 2)
             d_value_NLD[:, keys] += torch.bmm(share_NME.transpose(1, 2), d_out_NMD)
             d_share_NME = torch.bmm(d_out_NMD, value_NLD[:, keys].transpose(1, 2))
-            d_score_NRCE = share_NRCE.mul_(d_share_NME.view(share_NRCE.shape) - pull_NRL1[:, :, rows]).mul_(ctx.scale)
+            d_score_NRCE = share_NRCE.mul_(d_share_NME.view(share_NRCE.shape) - pull_NRL1[:, :, rows]).mul_(scale)
             d_score_NME = d_score_NRCE.to(query.dtype).flatten(1, 2)
             d_query_NRLD[:, :, rows] = torch.bmm(d_score_NME, key_NLD[:, keys]).view(*share_NRCE.shape[:3], -1)
             d_key_NLD[:, keys] += torch.bmm(d_score_NME.transpose(1, 2), query_NMD)
         d_key, d_value = d_key_NLD.view(key.shape).to(key.dtype), d_value_NLD.view(value.shape).to(value.dtype)
-        return d_query, d_key, d_value, None, None, None
+        return d_query, d_key, d_value
 
 
 def _tiles(length: int, window: int | None) -> list[tuple[slice, slice]]:
@@ -324,3 +333,72 @@ def flex_or(otherwise: Callable[..., Any]) -> Callable[..., Any]:
         return output.transpose(1, 2), None
 
     return attend
+
+
+LONGEST_DENSE = 4096  # tokens: a mask in memory is 32 MB a row in bfloat16 there, and faster where kernels are torch's
+MaskForm = Literal["first", "blocks", "dense"]
+# Kinds of layers that carry a state from token to token (`layers/recurrent.py`), and need no mask.
+STATEFUL = {"linear_attention", "conv", "hybrid"}
+
+
+def attention_inputs(config: Any, document_ids_BL: Tensor, dtype: torch.dtype, form: MaskForm) -> tuple[Any, Tensor]:
+    """Return attention masks and positions for packed rows, without reading anything back.
+
+    A mask holds first positions [B, 1, 1, L], is additive [B, 1, L, L], or a block mask; where the model mixes kinds of
+    layers there is one for each. Positions count a document's earlier tokens. ModelError: an unsupported kind of
+    attention.
+    """
+    begin_BL, own_L = document_begins(document_ids_BL)
+
+    def make(window: int | None) -> Any:
+        first_BL = begin_BL if window is None else torch.maximum(begin_BL, own_L - window + 1)
+        if form == "blocks" and first_BL.shape[1] % MASK_TILE == 0:
+            return document_block_mask(first_BL)
+        return dense_mask(first_BL[:, None, None], dtype) if form == "dense" else first_BL[:, None, None]
+
+    return _by_kind(config, make), own_L - begin_BL
+
+
+def document_begins(document_ids_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where each token's document begins, by a running maximum of doublings, int32 [B, L], and positions [L]."""
+    length = document_ids_BL.shape[1]
+    own_L = torch.arange(length, dtype=torch.int32, device=document_ids_BL.device)
+    is_begin = torch.nn.functional.pad(document_ids_BL[:, 1:] != document_ids_BL[:, :-1], (1, 0))
+    begin_BL, reach = own_L * is_begin, 1
+    while reach < length:
+        begin_BL = torch.maximum(begin_BL, torch.nn.functional.pad(begin_BL[:, :-reach], (reach, 0)))
+        reach *= 2
+    return begin_BL, own_L
+
+
+def step_masks(config: Any, position_1: Tensor, length: int, dtype: torch.dtype, pad_B: Tensor | None = None) -> Any:
+    """Return additive masks [B or 1, 1, 1, L] of one token at a position, by kind of layers; `pad_B` are unseen."""
+    distance_L = position_1 - torch.arange(length, device=position_1.device)
+
+    def make(window: int | None) -> Tensor:
+        seen_L = (distance_L >= 0) & (distance_L < (length if window is None else window))
+        seen_BL = seen_L[None] if pad_B is None else seen_L & (position_1 - distance_L >= pad_B[:, None])
+        return torch.where(seen_BL, 0.0, torch.finfo(dtype).min).to(dtype)[:, None, None]
+
+    return _by_kind(config, make)
+
+
+def keeps_state(config: Any) -> bool:
+    """Return whether some layers carry a state from token to token."""
+    return bool(STATEFUL & set(getattr(config, "layer_types", None) or ()))
+
+
+def _by_kind(config: Any, make: Callable[[int | None], Any]) -> Any:
+    """Return what `make` makes of the window of a kind of layers; by kind where there are several."""
+    window: Any = getattr(config, "sliding_window", None)
+    # Mistral, Mixtral, Phi 3 and Starcoder 2 name no kinds: with a window, all their layers slide.
+    one_kind = "full_attention" if window is None else "sliding_attention"
+    kinds = set(getattr(config, "layer_types", None) or [one_kind])
+    unknown = kinds - {"full_attention", "sliding_attention"} - STATEFUL
+    if unknown:
+        raise ModelError(f"model: attention of kind {', '.join(sorted(unknown))} is not supported")
+    if "hybrid" in kinds:  # layers that have both
+        kinds |= {"full_attention", "linear_attention"}
+    is_sliding = {"sliding_attention": None if window is None else int(window)}
+    masks = {kind: None if kind in STATEFUL else make(is_sliding.get(kind)) for kind in kinds}
+    return masks if len(masks) > 1 else next(iter(masks.values()))

@@ -16,14 +16,7 @@ from torch import Tensor, nn
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.experts import is_router
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear, share_inputs
-from qat_lora.layers.quant_linear import (
-    QuantLinear,
-    TiedEmbedding,
-    dense_linear,
-    embedding_of,
-    join_dense,
-    tie_embedding,
-)
+from qat_lora.layers.quant_linear import QuantLinear, TiedEmbedding, dense_linear, embedding_of, join_dense
 from qat_lora.quant.presets import MLP, Preset
 from qat_lora.quant.spec import QuantSpec
 
@@ -134,7 +127,7 @@ def make_quant_skeleton(model: nn.Module, preset: Preset) -> None:
         model.set_submodule(name, layer)
         if preset.tied and LM_HEAD.search(name):
             (table,) = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-            tie_embedding(model, table, layer)
+            TiedEmbedding.put(model, table, layer)
 
 
 def put_quantized(model: nn.Module, name: str, layer: QuantLinear) -> None:
@@ -144,7 +137,7 @@ def put_quantized(model: nn.Module, name: str, layer: QuantLinear) -> None:
     table = embedding_of(model, linear) if LM_HEAD.search(name) else None
     model.set_submodule(name, layer)
     if table is not None:
-        tie_embedding(model, table, layer)
+        TiedEmbedding.put(model, table, layer)
 
 
 def tied_embedding(model: nn.Module) -> str | None:

@@ -170,7 +170,7 @@ class Range(nn.Module):
         return scale, round_through(-self.low / scale).clamp(0, self.most)
 
 
-def nearest_start(weight_OI: Tensor, codes_OI: Tensor, scale_OI: Tensor, book: Tensor) -> Tensor:
+def start_near(weight_OI: Tensor, codes_OI: Tensor, scale_OI: Tensor, book: Tensor) -> Tensor:
     """Return the point nearest to a weight among those that round to the given uint8 codes, float32 [O, I]."""
     scale, codes = away_from_zero(scale_OI), codes_OI.long()
     gaps = book.diff() / 2

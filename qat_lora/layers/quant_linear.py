@@ -26,16 +26,7 @@ from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.calibrate.upcast import UpcastEmbedding
-from qat_lora.layers.latent import (
-    Gradient,
-    Latent,
-    LatentChange,
-    LookUp,
-    Range,
-    as_stored,
-    fake_quantize,
-    nearest_start,
-)
+from qat_lora.layers.latent import Gradient, Latent, LatentChange, LookUp, Range, as_stored, fake_quantize, start_near
 from qat_lora.quant.codes import code_values, decode, nearest, pack, packed_width, unpack
 from qat_lora.quant.initialize import QuantizedWeight
 from qat_lora.quant.scales import Meaning, away_from_zero, meaning, pack_whole, scale_shapes, unpack_whole, whole_shapes
@@ -56,6 +47,14 @@ class TiedEmbedding(nn.Module):
     def computes_in(self) -> torch.dtype:
         """Type of the rows, and so of the model's activations."""
         return self.like.dtype
+
+    @classmethod
+    def put(cls, model: nn.Module, name: str, lm_head: QuantLinear) -> None:
+        """Let an embedding of a model look its rows up in a quantised LM head."""
+        table = model.get_submodule(name)
+        assert isinstance(table, nn.Embedding)
+        dtype = torch.float32 if isinstance(table, UpcastEmbedding) else table.weight.dtype
+        model.set_submodule(name, cls(lm_head, dtype))
 
     @property
     def weight(self) -> Tensor:
@@ -78,14 +77,6 @@ def embedding_of(model: nn.Module, lm_head: nn.Linear) -> str | None:
                 )
             return name
     return None
-
-
-def tie_embedding(model: nn.Module, name: str, lm_head: QuantLinear) -> None:
-    """Let an embedding look its rows up in a quantised LM head."""
-    table = model.get_submodule(name)
-    assert isinstance(table, nn.Embedding)
-    dtype = torch.float32 if isinstance(table, UpcastEmbedding) else table.weight.dtype
-    model.set_submodule(name, TiedEmbedding(lm_head, dtype))
 
 
 COMPUTED = (
@@ -350,7 +341,7 @@ class QuantLinear(nn.Linear):
             else:
                 codes = unpack(self.codes, self.spec.bits, self.in_features)
                 shift = 0.0 if zero is None else zero * scale
-                start = nearest_start(weight_OI.to(codes.device) + shift, codes, scale, self.book()) - shift
+                start = start_near(weight_OI.to(codes.device) + shift, codes, scale, self.book()) - shift
             start, scale = start.detach().clone(), away_from_zero(scale)
             latent = LatentChange(start / scale, scale.abs().mean(), rank, alpha) if rank else Latent(start)
         self.source = Rounded(latent, gradient, None if self.spec.code == "lut" else self.book())

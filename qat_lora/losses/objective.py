@@ -25,16 +25,7 @@ from torch import Tensor
 from qat_lora.config import HELP, option, settings
 from qat_lora.errors import CacheError, ConfigError
 from qat_lora.losses import estimators
-from qat_lora.losses.estimators import (
-    DenseTerm,
-    KLTerm,
-    Term,
-    TopKTerm,
-    hidden_error_sum,
-    label_term,
-    log_add,
-    wide_dtype,
-)
+from qat_lora.losses.estimators import DenseTerm, Term, TopKTerm
 from qat_lora.losses.fused.gradients import lm_head_logits, real_vocabulary
 from qat_lora.losses.fused.op import CHUNK_BYTES, LossSum, fused_linear_kd
 from qat_lora.types import Batch, LMHead, LossWalk, SparseTeacher, temperature_key
@@ -176,9 +167,9 @@ def objective_loss(
     if "kd" in names:
         terms += _kd_terms(batch, config, weights["kd"], teacher_lm_head)
     if "ce" in names:
-        terms.append(label_term(batch["input_ids"][:, 1:].reshape(-1), weights["ce"], "ce"))
+        terms.append(estimators.label_term(batch["input_ids"][:, 1:].reshape(-1), weights["ce"], "ce"))
     if "hard_top1" in names:
-        terms.append(label_term(batch["head_ids"][..., 0].reshape(-1), weights["hard_top1"], "hard_top1"))
+        terms.append(estimators.label_term(batch["head_ids"][..., 0].reshape(-1), weights["hard_top1"], "hard_top1"))
     estimator = choose_estimator(config, batch)
     exact = estimator in ("ghost", "full") and config.temperature == 1.0
     kd_is_kl = "kd" in names and (exact or "entropy" in batch)
@@ -188,7 +179,7 @@ def objective_loss(
         else:
             teacher = sparse_teacher_from_batch(batch)
             teacher = teacher._replace(ids_NK=kd.teacher.ids_NK) if isinstance(kd, TopKTerm) else teacher
-            terms.append(KLTerm(teacher))
+            terms.append(estimators.KLTerm(teacher))
     parts: list[LossSum] = []
     if terms:
         walk = "positions" if config.loss_walk == "auto" else config.loss_walk
@@ -199,7 +190,7 @@ def objective_loss(
         if teacher_NH.shape != hidden_NH.shape:
             what = f"the teacher's hidden states are {teacher_NH.shape[-1]} wide, the student's {hidden_NH.shape[-1]}"
             raise ConfigError(f"hidden_weight: {what}; only equal widths can be compared, so set it to 0")
-        error_sum, count = hidden_error_sum(hidden_NH, teacher_NH, mask_N)
+        error_sum, count = estimators.hidden_error_sum(hidden_NH, teacher_NH, mask_N)
         parts.append(LossSum(error_sum * weights["hidden"], count, {"hidden": error_sum.detach()}))
     loss_sum = parts[0].loss_sum if len(parts) == 1 else parts[0].loss_sum + parts[1].loss_sum
     by_name = {name: x for part in parts for name, x in part.terms.items()}
@@ -268,7 +259,7 @@ def sparse_teacher_from_batch(batch: Batch, temperature: float = 1.0) -> SparseT
     entries = ids_BLK.shape[-1]
     log_t_NK = (batch["head_logits"].float() / temperature - batch[lse_key].float()[..., None]).reshape(-1, entries)
     log_tail_N = batch[tail_key].float().reshape(-1)
-    log_mass_N = log_add(log_t_NK.logsumexp(-1), log_tail_N)
+    log_mass_N = estimators.log_add(log_t_NK.logsumexp(-1), log_tail_N)
     ids_NK = ids_BLK.reshape(-1, entries).long()
     return SparseTeacher(ids_NK, log_t_NK - log_mass_N[:, None], log_tail_N - log_mass_N, temperature)
 
@@ -276,10 +267,10 @@ def sparse_teacher_from_batch(batch: Batch, temperature: float = 1.0) -> SparseT
 @torch.no_grad()
 def sparse_teacher_from_logits(logits_NV: Tensor, k: int, temperature: float = 1.0) -> SparseTeacher:
     """Return the top-k entries and the exact log mass of the others; it copies the logits: pass chunks, unpadded."""
-    z_NV = logits_NV.to(wide_dtype(logits_NV.dtype)) / temperature
+    z_NV = logits_NV.to(estimators.wide_dtype(logits_NV.dtype)) / temperature
     top = z_NV.topk(k, dim=-1)
     log_tail_N = z_NV.scatter(-1, top.indices, float("-inf")).logsumexp(-1)
-    log_total_N = log_add(top.values.logsumexp(-1), log_tail_N)
+    log_total_N = estimators.log_add(top.values.logsumexp(-1), log_tail_N)
     return SparseTeacher(top.indices, top.values - log_total_N[:, None], log_tail_N - log_total_N, temperature)
 
 
@@ -287,7 +278,7 @@ def sparse_teacher_from_logits(logits_NV: Tensor, k: int, temperature: float = 1
 def sparse_teacher_from_hidden(hidden_NH: Tensor, lm_head: LMHead, k: int, chunk_bytes: int) -> SparseTeacher:
     """Return the same from hidden states, with `chunk_bytes` of float32 logits at a time; at most the vocabulary."""
     vocab, dtype = lm_head.vocab_size, lm_head.weight_VH.dtype
-    wide = wide_dtype(dtype)
+    wide = estimators.wide_dtype(dtype)
     real = real_vocabulary(lm_head, dtype, wide)
     chunks = hidden_NH.to(dtype).split(max(1, chunk_bytes // (4 * vocab)))
     parts = [sparse_teacher_from_logits(lm_head_logits(x_CH, real, wide), min(k, vocab))[:3] for x_CH in chunks]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qat_lora.layers.attention import MaskForm, attention_inputs, keeps_state, step_masks
 from qat_lora.layers.calibrate.upcast import computing_dtype
-from qat_lora.models.attention_mask import MaskForm, attention_inputs, keeps_state, step_masks
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and the command line's options import this module
     from qat_lora.models.load import CausalLM

@@ -5,7 +5,7 @@ With `hf_quantizer` the only module that imports transformers. Two decisions are
 * A name is first turned into a local folder (downloaded from the Hub where it is none), so every later step, loading
   and hashing alike, sees files. A missing or unexpected tensor is an error: transformers only warns and fills the gap
   with random numbers.
-* Attention masks are built here (`attention_mask.py`) from document ids, or packed documents would see each other.
+* Attention masks are built here (`layers/attention.py`) from document ids, or packed documents would see each other.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from qat_lora.errors import ModelError, QatLoraError, one_line
 from qat_lora.files import checksums
 from qat_lora.files.finite import check_finite
 from qat_lora.files.gguf_header import BASE, GGUF, read_header
-from qat_lora.layers.attention import AttentionKernel, Keep, blocked_attention, flex_or, tiled_or
+from qat_lora.layers import attention
+from qat_lora.layers.attention import AttentionKernel, Keep, MaskForm
 from qat_lora.layers.calibrate.upcast import computing_dtype
 from qat_lora.layers.convert import quant_layers, tied_embedding
 from qat_lora.layers.experts import Experts, split_experts
 from qat_lora.layers.recurrent import keep_documents_apart, split_documents
 from qat_lora.models import from_gguf, packed
-from qat_lora.models.attention_mask import LONGEST_DENSE, MaskForm, attention_inputs, document_begins, keeps_state
 from qat_lora.models.copies import copy_tokenizer
 from qat_lora.models.hf_quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
 from qat_lora.models.hub import DEFAULT_HUB, HubConfig
@@ -144,7 +144,7 @@ class CausalLM:
     def __post_init__(self) -> None:
         """Let attention of long rows keep no mask, also where nobody asks for a form of ours."""
         if getattr(getattr(self.module, "config", None), "_attn_implementation", None) == "sdpa":
-            self._attend(LIBRARY, partial(tiled_or, attention=_in_blocks))
+            self._attend(LIBRARY, partial(attention.tiled_or, attention=attention.blocked_attention))
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -187,16 +187,17 @@ class CausalLM:
 
     def tile_attention(self) -> None:
         """Compute attention in tiles (`layers/attention.py`), faster on CPUs than transformers' `sdpa`."""
-        self._attend(TILED, tiled_or)
+        self._attend(TILED, attention.tiled_or)
 
     def block_attention(self, keep: Keep, kernel: AttentionKernel | None) -> None:
         """Compute attention in blocks that a compiler can fuse, or by a kernel; `keep` is `Runtime.kept`."""
-        if keeps_state(self.config):
+        if attention.keeps_state(self.config):
             raise ModelError(
                 "model: it has layers that carry a state, and documents kept apart in it are other shapes in every "
                 "batch, each of which XLA would compile; give --device cpu or cuda"
             )
-        self._attend(BLOCKED, partial(tiled_or, attention=partial(blocked_attention, keep=keep, kernel=kernel)))
+        blocked = partial(attention.blocked_attention, keep=keep, kernel=kernel)
+        self._attend(BLOCKED, partial(attention.tiled_or, attention=blocked))
 
     def compile_layers(self, **how: Any) -> None:
         """Compile decoder layers, one program for all, with attention by block masks; `how` is of `torch.compile`.
@@ -204,9 +205,10 @@ class CausalLM:
         Not the whole model: 28 equal layers would take 28 times as long, and the loss has kernels of its own. Layers
         that carry a state are left alone, since their calls change from batch to batch.
         """
-        if keeps_state(self.config):
+        if attention.keeps_state(self.config):
             return
-        self._attend(FLEX, lambda sdpa: flex_or(tiled_or(sdpa, torch.compiler.disable(_in_blocks))))
+        blocked = torch.compiler.disable(attention.blocked_attention)
+        self._attend(FLEX, lambda sdpa: attention.flex_or(attention.tiled_or(sdpa, blocked)))
         for module in self.module.modules():
             if isinstance(module, Experts):  # how many tokens each gets is another program every time
                 module.__dict__["forward"] = torch.compiler.disable(module.forward)
@@ -234,11 +236,11 @@ class CausalLM:
     def hidden(self, input_ids_BL: Tensor, document_ids_BL: Tensor) -> Tensor:
         """Return the last hidden states [B, L, H]; attention and positions restart with each document."""
         form = self.mask_form(input_ids_BL.shape[1])
-        masks, positions = attention_inputs(self.config, document_ids_BL, computing_dtype(self.module), form)
+        masks, positions = attention.attention_inputs(self.config, document_ids_BL, computing_dtype(self.module), form)
         others = {}
-        if keeps_state(self.config):
+        if attention.keeps_state(self.config):
             keep_documents_apart(self.module, self.config.model_type)
-            others["documents"] = split_documents(document_begins(document_ids_BL)[0])
+            others["documents"] = split_documents(attention.document_begins(document_ids_BL)[0])
         output = self.backbone(
             input_ids=input_ids_BL, attention_mask=masks, position_ids=positions, use_cache=False, **others
         )
@@ -249,7 +251,7 @@ class CausalLM:
         name = self.config._attn_implementation
         if name == FLEX:
             return "blocks"
-        is_first = name in (TILED, BLOCKED) or name == LIBRARY and length > LONGEST_DENSE
+        is_first = name in (TILED, BLOCKED) or name == LIBRARY and length > attention.LONGEST_DENSE
         return "first" if is_first else "dense"
 
     def lm_head(self) -> LMHead:
@@ -268,9 +270,6 @@ class CausalLM:
         bias = None if lm_head.bias_V is None else lm_head.bias_V[: lm_head.vocab_size].to(hidden_NH.dtype)
         logits = nn.functional.linear(hidden_NH, lm_head.weight_VH[: lm_head.vocab_size].to(hidden_NH.dtype), bias)
         return scale_and_cap(logits, lm_head)
-
-
-_in_blocks = partial(blocked_attention, keep=lambda compute, _count: compute())
 
 
 def _with_gradient(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
@@ -305,7 +304,7 @@ def load_model(
     try:
         with _quiet():
             config, state = _foreign(folder, hub, dequantize)
-            attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+            implementation = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
             kind = getattr(transformers, auto_class(config)) if state is None else type(on_meta(config))
             module, report = kind.from_pretrained(
                 folder if state is None else None,
@@ -314,7 +313,7 @@ def load_model(
                 dtype="auto" if dtype == "stored" and state is None else DTYPES.get(dtype, torch.float32),
                 device_map=device_map,
                 trust_remote_code=hub.trust_remote_code,
-                attn_implementation=attention,
+                attn_implementation=implementation,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # reported below, by name
                 output_loading_info=True,

@@ -13,15 +13,7 @@ from qat_lora.errors import ModelError
 from qat_lora.files.checksums import checkpoint_sha256, model_files
 from qat_lora.files.gguf_header import BASE, GGUF, read_header
 from qat_lora.layers.convert import bits_per_weight, lora_layers, prepare_base, quant_layers, weight_count
-from qat_lora.models.adapter import (
-    CONFIG,
-    WEIGHTS,
-    check_tokenizer,
-    engine_adapter,
-    load_adapter,
-    load_engine_adapter,
-    read_adapter,
-)
+from qat_lora.models import adapter as adapters
 from qat_lora.models.from_gguf import check_tokens
 from qat_lora.models.hub import DEFAULT_HUB, HubConfig, local_tokenizer
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, resolve_model
@@ -48,12 +40,12 @@ def stored_sizes(model: CausalLM, adapter: Path | None = None) -> dict[str, floa
 def adapter_folder(name: str) -> Path | None:
     """Return the adapter folder that a name means: itself, a run's `best`, an export's `adapter`; None for others."""
     place = Path(name).expanduser()
-    return next((f for f in (place, place / "best", place / "adapter") if (f / CONFIG).is_file()), None)
+    return next((f for f in (place, place / "best", place / "adapter") if (f / adapters.CONFIG).is_file()), None)
 
 
 def base_folder(adapter: Path) -> Path:
     """Return the folder of an adapter's base: saved with it, as named, or relative to it; ModelError: none is there."""
-    named = read_adapter(adapter).base
+    named = adapters.read_adapter(adapter).base
     for folder in (adapter / "base", adapter / named, Path(named)):
         # Unlike Path's, False for names that no system takes.
         if os.path.isfile(folder / "config.json") or folder.suffix == GGUF and os.path.isfile(folder):
@@ -96,12 +88,12 @@ def open_student(
     model = load_model(name, hub, dtype, dequantize=True)
     model = with_tokenizer(model, (adapter, model.folder.parent, tokenizer))
     if adapter is not None:
-        check_tokenizer(adapter, model.tokenizer_folder)
-        load_adapter(model.module, adapter, checkpoint_sha256(model.folder))
+        adapters.check_tokenizer(adapter, model.tokenizer_folder)
+        adapters.load_adapter(model.module, adapter, checkpoint_sha256(model.folder))
     # A folder is opened with its adapter, a GGUF file as what it holds.
-    beside = None if adapter else engine_adapter(model.folder if model.folder.is_dir() else place)
+    beside = None if adapter else adapters.engine_adapter(model.folder if model.folder.is_dir() else place)
     if beside:
-        load_engine_adapter(model, beside)
+        adapters.load_engine_adapter(model, beside)
     bits, sha256 = None, checkpoint_sha256(model.folder)
     if quant_layers(model.module):
         key = "with_adapter" if lora_layers(model.module) else "base"
@@ -110,4 +102,4 @@ def open_student(
     model.module.requires_grad_(False)
     if whole := adapter or beside:
         sha256 += checkpoint_sha256(whole)
-    return Student(model, bits, sha256, stored_sizes(model, adapter / WEIGHTS if adapter else beside))
+    return Student(model, bits, sha256, stored_sizes(model, adapter / adapters.WEIGHTS if adapter else beside))

@@ -17,6 +17,7 @@ from qat_lora.errors import QatLoraError
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.options import CacheBuildOptions, EvalOptions, QatOptions, QuantizeOptions, RecoverOptions
 from qat_lora.quant.initialize import NEED_TEXT
+from qat_lora.registry import Command, Requirements
 from qat_lora.runtime.base import default_loss_chunk_mb
 
 # Held-out text that others report too.
@@ -53,6 +54,25 @@ def _next(words: str, options: Any, out: str) -> Sequence[Any]:
         case "export":
             return "push", out, "OWNER/NAME", "--dry-run"
     return ()
+
+
+def memory_warning(command: Command, options: Any, free: int | None) -> str:
+    """Return a warning where a planned run needs more than the `free` bytes of its host, else an empty text.
+
+    A system ends such a process without a word. Models whose files take less than 1 % of what is free are not planned.
+    """
+    folder = Path(getattr(options, "checkpoint", None) or getattr(options, "model", None) or "missing").expanduser()
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if not command.plan or free is None or 100 * stored < free:
+        return ""
+    try:
+        needs: Requirements = command.load("plan")(options).requirements
+    except QatLoraError:  # the command says it itself
+        return ""
+    if needs.host <= free:
+        return ""
+    told = f"{needs.what} is estimated to need {needs.host / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+    return f"warning: {told}; the system may end it. {command.load('advice')(options)}"
 
 
 @functools.singledispatch

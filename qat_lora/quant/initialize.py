@@ -55,32 +55,32 @@ class QuantizedWeight(NamedTuple):
     scales: Scales  # float16 numbers held as float32
     whole: Scales = ()  # whole numbers [rows, G] as float32, by the names in `QuantSpec.whole`
 
+    def changed(self, change: Callable[..., Tensor], *others: QuantizedWeight, fixed: int = 0) -> QuantizedWeight:
+        """Return what `change` makes, tensor by tensor, of this and others; code book and last `fixed` scales stay."""
+        given, own = (self, *others), len(self.scales) - fixed
+        scales = (*map(change, *(x.scales[:own] for x in given)), *self.scales[own:])
+        whole = tuple(map(change, *(x.whole for x in given)))
+        return self._replace(codes_OI=change(*(x.codes_OI for x in given)), scales=scales, whole=whole)
+
     def to(self, device: torch.device) -> QuantizedWeight:
         """Return the same on another device."""
         if self.codes_OI.device == device:
             return self
         xla_mark_step()  # one graph for all that is read
-        scales, whole = (tuple(x.to(device) for x in numbers) for numbers in (self.scales, self.whole))
-        return QuantizedWeight(self.codes_OI.to(device), self.values.to(device), scales, whole)
+        return self.changed(lambda x: x.to(device))._replace(values=self.values.to(device))
 
     def split(self, layers: int) -> list[QuantizedWeight]:
         """Return the parts of layers whose rows lie one under the other; scales must be by channel or group."""
-        if layers == 1:
-            return [self]
-        parts = zip(*(x.chunk(layers) for x in (self.codes_OI, *self.scales, *self.whole)), strict=True)
-        end = 1 + len(self.scales)
-        return [QuantizedWeight(part[0], self.values, part[1:end], part[end:]) for part in parts]
+        return (
+            [self.changed(lambda x, i=i: x.unflatten(0, (layers, -1))[i]) for i in range(layers)]
+            if layers > 1
+            else [self]
+        )
 
     @classmethod
     def joined(cls, layers: Sequence[QuantizedWeight]) -> QuantizedWeight:
         """Return what `split` took apart."""
-        if len(layers) == 1:
-            return layers[0]
-        scales, whole = (
-            tuple(map(torch.cat, zip(*numbers, strict=True)))
-            for numbers in ([layer.scales for layer in layers], [layer.whole for layer in layers])
-        )
-        return cls(torch.cat([layer.codes_OI for layer in layers]), layers[0].values, scales, whole)
+        return layers[0].changed(lambda *parts: torch.cat(parts), *layers[1:]) if len(layers) > 1 else layers[0]
 
     def meaning(self, spec: QuantSpec) -> scaling.Meaning:
         """Return what code values stand for."""
@@ -268,7 +268,8 @@ def _moved(
     """Return weights and their errors after a step of one group of rows; in layers whose cost would rise, as given."""
     layers, coupling_LGO = len(error_LOI), outputs_LOO.index_select(1, group)
     own_LGG, pull_LGI = coupling_LGO.index_select(2, group), coupling_LGO @ error_LOI
-    before = _by_rows(lambda x: x.unflatten(0, (layers, -1)).index_select(1, group).flatten(0, 1), spec, now)
+    fixed = int(spec.sharing == "lowrank")  # whose second factor has no rows of these
+    before = now.changed(lambda x: x.unflatten(0, (layers, -1)).index_select(1, group).flatten(0, 1), fixed=fixed)
     dense = before.dense(spec)
     towards_LGI = pull_LGI / own_LGG.diagonal(dim1=1, dim2=2)[..., None]
     after = refine(dense + towards_LGI.flatten(0, 1), spec, before, curvature, 1)
@@ -281,16 +282,4 @@ def _moved(
         return x.unflatten(0, (layers, -1)).index_copy(1, group, torch.where(falls_L11, new, old)).flatten(0, 1)
 
     left_LOI = error_LOI.index_add(1, group, torch.where(falls_L11, -change_LGI, 0.0))
-    return _by_rows(put, spec, now, after, before), left_LOI
-
-
-def _by_rows(change: Callable[..., Tensor], spec: QuantSpec, *given: QuantizedWeight) -> QuantizedWeight:
-    """Return a weight with the tensors that have rows made of those of others."""
-    shared = given[0].scales[1:] if spec.sharing == "lowrank" else ()
-    rows = [x.scales[: len(x.scales) - len(shared)] for x in given]
-    return QuantizedWeight(
-        change(*(x.codes_OI for x in given)),
-        given[0].values,
-        (*map(change, *rows), *shared),
-        tuple(map(change, *(x.whole for x in given))),
-    )
+    return now.changed(put, after, before, fixed=fixed), left_LOI

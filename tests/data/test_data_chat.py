@@ -4,7 +4,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from qat_lora.data.chat import encode_chat
+from qat_lora.data.layouts import encode_chat
 from qat_lora.errors import TextError
 
 CHATML = (

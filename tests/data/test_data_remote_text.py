@@ -3,7 +3,7 @@
 import fsspec
 import pytest
 
-from qat_lora.data import remote_text
+from qat_lora.data import sources
 from qat_lora.data.sources import TextConfig, describe_source, open_documents
 from qat_lora.errors import MissingExtraError, TextError
 
@@ -17,7 +17,7 @@ def store(tmp_path, monkeypatch):
     memory.pseudo_dirs[:] = [""]
     memory.pipe_file("/bucket/books/a.txt", b"first book")
     memory.pipe_file("/bucket/books/more/b.jsonl", b'{"text": "second"}\n{"text": "third"}\n')
-    remote_text.fetched.cache_clear()
+    sources.fetched.cache_clear()
     return memory
 
 
@@ -41,13 +41,13 @@ def test_a_file_is_fetched_once_and_again_when_it_changed(store, monkeypatch):
     monkeypatch.setattr(type(store), "get_file", lambda self, path, *rest: got.append(path) or fetch(self, path, *rest))
     url = "memory://bucket/books/a.txt"
     for _ in range(2):
-        remote_text.fetched.cache_clear()  # as in another process
+        sources.fetched.cache_clear()  # as in another process
         assert texts(url) == ["first book"]
     assert got == ["/bucket/books/a.txt"]
     store.pipe_file("/bucket/books/a.txt", b"another text")
-    remote_text.fetched.cache_clear()
+    sources.fetched.cache_clear()
     assert texts(url) == ["another text"] and len(got) == 2
-    assert not [p for p in remote_text.copies_folder().iterdir() if p.name.startswith(".")]
+    assert not [p for p in sources.copies_folder().iterdir() if p.name.startswith(".")]
 
 
 def test_what_cannot_be_read_is_one_line(store, monkeypatch):

@@ -5,7 +5,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from qat_lora.data import remote_text, sources
+from qat_lora.data import sources
 from qat_lora.data.packing import pack_rows
 from qat_lora.data.sources import TextConfig, describe_source, open_documents, own_documents, units
 
@@ -98,7 +98,7 @@ def test_of_a_bucket_a_builder_copies_its_own_files_alone(tmp_path, monkeypatch)
     memory = fsspec.filesystem("memory")
     memory.store.clear()
     memory.pseudo_dirs[:] = [""]
-    remote_text.fetched.cache_clear()
+    sources.fetched.cache_clear()
     for i in range(6):
         memory.pipe_file(f"/bucket/books/{'more/' * (i % 2)}{i}.txt", f"book {i}".encode())
     memory.pipe_file("/bucket/books/.hidden.txt", b"no")

@@ -11,9 +11,9 @@ from toy_pipeline import call, export_options
 from transformers import AddedToken, AutoConfig, AutoModelForCausalLM
 
 from qat_lora.errors import ModelError
+from qat_lora.export import gguf_model
 from qat_lora.export.gguf import TABLES, save_base
-from qat_lora.export.gguf_model import architecture, gguf_name, notes, row_order
-from qat_lora.export.gguf_vocab import SPLITS, _splitting, vocabulary, write_vocabulary
+from qat_lora.export.gguf_model import SPLITS, architecture, gguf_name, notes, row_order, vocabulary, write_vocabulary
 from qat_lora.layers.convert import linear_layers, quantize_targets
 from qat_lora.models.load import load_model, load_tokenizer
 from qat_lora.quant.presets import preset
@@ -122,12 +122,12 @@ def test_splitting_rules_are_told_apart():
     level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
     for (pattern, whole_words), name in SPLITS.items():
         rule = {"pretokenizers": [{"type": "Split", "pattern": {"Regex": pattern}}, level]}
-        assert _splitting(rule, whole_words) == name
-    assert _splitting({**level, "use_regex": True}, False) == "gpt-2"
+        assert gguf_model._splitting(rule, whole_words) == name
+    assert gguf_model._splitting({**level, "use_regex": True}, False) == "gpt-2"
     digits = {"type": "Digits", "individual_digits": True}
-    assert _splitting({"pretokenizers": [digits, {**level, "use_regex": True}]}, False) == "starcoder"
+    assert gguf_model._splitting({"pretokenizers": [digits, {**level, "use_regex": True}]}, False) == "starcoder"
     with pytest.raises(ModelError, match=r"does not know \(Digits \+ ByteLevel\); known: gpt-2, starcoder, qwen2"):
-        _splitting({"pretokenizers": [{**digits, "individual_digits": False}, level]}, False)
+        gguf_model._splitting({"pretokenizers": [{**digits, "individual_digits": False}, level]}, False)
 
 
 def test_what_is_not_known_is_refused_before_anything_is_written(tiny, tmp_path):

@@ -11,7 +11,7 @@ from toy_pipeline import call, export_options
 
 from qat_lora.errors import ConfigError
 from qat_lora.export.integers import Integers, dense_tables
-from qat_lora.export.mlx import tensors, to_mlx, to_tables
+from qat_lora.export.packed import mlx_tensors, to_mlx, to_tables
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.layers.convert import lora_layers, quant_layers
 from qat_lora.layers.lora import LoraConfig
@@ -43,7 +43,7 @@ def held(preset, **shape):
 @pytest.mark.parametrize(("preset", "bits"), [("q2_0", 2), ("q3g64", 3), ("q4_0", 4), ("w3g128", 3), ("w4g128", 4)])
 def test_exact(preset, bits):
     weight, found = held(preset)
-    parts = tensors(found)
+    parts = mlx_tensors(found)
     assert found.error == 0 and found.bits == bits
     assert parts["weight"].dtype == torch.uint32 and parts["weight"].shape == (32, 128 * bits // 32)
     assert parts["scales"].dtype == parts["biases"].dtype == torch.float16
@@ -55,7 +55,7 @@ def test_exact(preset, bits):
 )
 def test_what_is_rounded_says_by_how_much(preset, bits, most):
     weight, found = held(preset, in_features=256)
-    again = decoded(tensors(found), bits, found.group_size, 256)
+    again = decoded(mlx_tensors(found), bits, found.group_size, 256)
     lost = float((again - weight).norm() / weight.norm())
     assert 0 < found.error < most and found.error == pytest.approx(lost, rel=0.02)
 
@@ -128,6 +128,6 @@ def test_qwen3_06b_in_247_mb():
         numbers = torch.zeros(rows, columns // 64)
         return Integers(torch.zeros(rows, columns, dtype=torch.uint8), numbers, 64, bits, biases_OG=numbers)
 
-    layers, adapter, table, norms = qwen3_sizes(tensors, integers)
-    row = sum(tensor.nbytes for tensor in tensors(integers(32, 1024, 4)).values()) / (32 * 1024)
+    layers, adapter, table, norms = qwen3_sizes(mlx_tensors, integers)
+    row = sum(tensor.nbytes for tensor in mlx_tensors(integers(32, 1024, 4)).values()) / (32 * 1024)
     assert layers + adapter + table * row + norms <= 247e6

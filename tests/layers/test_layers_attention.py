@@ -55,8 +55,8 @@ def test_output_and_gradients_are_those_of_the_definition(
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_model_computes_the_same_with_it(monkeypatch, checkpointing):
     calls = []
-    original = attention._TiledAttention.apply
-    monkeypatch.setattr(attention._TiledAttention, "apply", lambda *args: calls.append(1) or original(*args))
+    original = attention._Attention.apply
+    monkeypatch.setattr(attention._Attention, "apply", lambda *args: calls.append(1) or original(*args))
     torch.manual_seed(0)
     model = make_qwen3(None, 64, hidden=32, layers=2, heads=4, kv_heads=2, mlp=48)
     model.module.train()

@@ -10,10 +10,9 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 from torch.nn.attention.flex_attention import create_mask
 
-from qat_lora.layers.attention import MASK_TILE, document_block_mask, flex_or
+from qat_lora.layers.attention import MASK_TILE, attention_inputs, document_block_mask, flex_or
 from qat_lora.layers.convert import add_lora, make_quant_skeleton, quant_layers
 from qat_lora.layers.lora import LoraConfig
-from qat_lora.models.attention_mask import attention_inputs
 from qat_lora.models.load import make_qwen3
 from qat_lora.quant.presets import preset
 from qat_lora.setup.trainable import recovery_parts

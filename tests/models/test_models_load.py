@@ -174,12 +174,12 @@ def test_long_rows_make_no_mask_in_memory(tiny, tmp_path, monkeypatch):
     """Beyond the length up to which torch's kernels take one: the same numbers, by another path."""
     model = load_model(str(make(tmp_path / "m", "gemma3", tiny)))
     ids, documents = packed_rows()
-    forms, original = [], models.attention_inputs
+    forms, original = [], models.attention.attention_inputs
     watched = lambda *given: forms.append(given[-1]) or original(*given)  # noqa: E731
-    monkeypatch.setattr(models, "attention_inputs", watched)
+    monkeypatch.setattr(models.attention, "attention_inputs", watched)
     with torch.no_grad():
         short = model.hidden(ids, documents)
-        monkeypatch.setattr(models, "LONGEST_DENSE", 23)
+        monkeypatch.setattr(models.attention, "LONGEST_DENSE", 23)
         torch.testing.assert_close(model.hidden(ids, documents), short, rtol=1e-4, atol=1e-4)
         model.tile_attention()
         torch.testing.assert_close(model.hidden(ids, documents), short, rtol=1e-4, atol=1e-4)

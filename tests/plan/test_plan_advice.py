@@ -16,9 +16,10 @@ from qat_lora.data.sources import TextConfig
 from qat_lora.errors import CacheError, OutOfMemoryError, QatLoraError, is_out_of_memory, memory_errors_explained
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.options import QatOptions, RecoverOptions, RunConfig
-from qat_lora.plan.advice import recover_advice
+from qat_lora.plan.advice import memory_warning, recover_advice
 from qat_lora.registry import COMMANDS
 from qat_lora.runtime.host.machine import peak_memory_bytes
+from qat_lora.runtime.launch.start import run
 from qat_lora.train.loop import LoopConfig
 
 ERRORS = [
@@ -136,3 +137,18 @@ def test_peak_memory_is_not_that_of_the_process_that_started_this_one():
     program += "print(peak(torch.device('cpu')))"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(ran.stdout) < held.nbytes
+
+
+def test_a_run_that_will_not_fit_is_warned_of_before_it_starts(tiny, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "student"
+    command, options = COMMANDS["quantize"], quantize_options(tiny, folder, run=replace(part(folder), quiet=False))
+    files = sum(file.stat().st_size for file in tiny.teacher.glob("*.safetensors"))
+    needs = command.load("plan")(options).requirements.host
+    assert memory_warning(command, options, needs) == memory_warning(command, options, None) == ""
+    text = memory_warning(command, options, files)
+    assert re.match(r"warning: this quantisation is estimated to need [0-9.]+ GiB, and 0.0 GiB are free; .*Try ", text)
+    assert memory_warning(COMMANDS["eval"], eval_options(tiny, {}, folder), files) == ""  # has no plan
+    assert memory_warning(command, replace(options, preset="no such"), files) == ""  # refused by the command itself
+    monkeypatch.setattr("qat_lora.runtime.launch.start.free_memory_bytes", lambda: files)
+    run(command, options)
+    assert capsys.readouterr().err.count("the system may end it") == 1

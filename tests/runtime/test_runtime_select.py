@@ -247,3 +247,11 @@ def test_a_native_run_never_loads_torch_xla():
 @pytest.mark.skipif(find_spec("torch_xla") is None or find_spec("libtpu") is not None, reason="needs xla, no libtpu")
 def test_a_tpu_that_is_not_there_is_an_error_for_people():
     run_program(ABSENT_TPU, PJRT_DEVICE="TPU")
+
+
+def test_free_memory_is_what_the_system_tells(tmp_path):
+    told = tmp_path / "meminfo"
+    told.write_text("MemTotal:       24597524 kB\nMemFree:  1 kB\nMemAvailable:   21000000 kB\n", encoding="utf-8")
+    assert select.free_memory_bytes(told) == 21_000_000 * 1024
+    here = select.free_memory_bytes(tmp_path / "missing")
+    assert here is None or here > 0

@@ -25,19 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qat_lora.losses.fused.gradients import (
-    Group,
-    Task,
-    Walked,
-    entry_ids,
-    finish_logits,
-    full_logits,
-    group_gradient,
-    keep,
-    lm_head_logits,
-    skipped,
-    with_tensors,
-)
+from qat_lora.losses.fused import gradients
+from qat_lora.losses.fused.gradients import Group, Task, Walked
 from qat_lora.runtime.xla.loop import scan
 from qat_lora.runtime.xla.runtime import is_xla_device
 
@@ -64,7 +53,7 @@ def walk_positions(task: Task, chunk_tokens: int, rows: int = 1) -> Walked:
     parts: list[Sums] = []
     d_hidden: list[Tensor] = []
     for start in range(0, task.hidden_NH.shape[0], chunk_tokens):
-        chunk = with_tensors(task, itemgetter(slice(start, start + chunk_tokens)), lambda x: x)
+        chunk = gradients.with_tensors(task, itemgetter(slice(start, start + chunk_tokens)), lambda x: x)
         sums, d_hidden_CH = _walk_chunk(chunk, d_weight, d_bias)
         parts.append(sums)
         d_hidden += [] if d_hidden_CH is None else [d_hidden_CH]
@@ -79,7 +68,7 @@ def _loop_in_graph(task: Task, chunk_tokens: int, rows: int) -> Walked:
     part = part if part < TILE else -(-part // TILE) * TILE
     chunks = -(-count // part)
     if one_hot_like(task.hidden_NH):
-        task = with_tensors(task, lambda x: x, _filled)
+        task = gradients.with_tensors(task, lambda x: x, _filled)
     cuts: list[Tensor] = []
     constants: list[Tensor] = []
 
@@ -95,11 +84,11 @@ def _loop_in_graph(task: Task, chunk_tokens: int, rows: int) -> Walked:
 
     def body(carry: list[Tensor], cuts: list[Tensor], constants: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         next_cut, next_constant, totals = iter(cuts), iter(constants), iter(carry)
-        chunk = with_tensors(task, lambda _: next(next_cut), lambda _: next(next_constant))
+        chunk = gradients.with_tensors(task, lambda _: next(next_cut), lambda _: next(next_constant))
         sums, d_hidden = _walk_chunk(chunk, *(next(totals) if has else None for has in task.wanted[1:]))
         return carry, [*sums.values(), *([] if d_hidden is None else [d_hidden])]
 
-    with_tensors(task, cut, note)
+    gradients.with_tensors(task, cut, note)
     totals = [total for total in _zeros(task) if total is not None]
     totals, outputs = scan(body, totals, cuts, constants)
     indices = [index for group in task.groups for index in group.indices]
@@ -127,9 +116,9 @@ def _walk_chunk(task: Task, d_weight: Tensor | None, d_bias: Tensor | None) -> t
     """Return the sums and the gradient of a task that is one chunk; add to those of the output head in place."""
     wanted, lm_head = task.wanted, task.lm_head
     product_CV = task.hidden_NH @ lm_head.weight_VH.t()
-    entries = [entries_of(entry_ids(group, task.mask_N), product_CV) for group in task.groups]
+    entries = [entries_of(gradients.entry_ids(group, task.mask_N), product_CV) for group in task.groups]
     entry_logits = [_entry_logits(product_CV, of_group, task) for of_group in entries]
-    logits_CV, slope_CV = full_logits(product_CV, lm_head, task.wide, any(wanted))
+    logits_CV, slope_CV = gradients.full_logits(product_CV, lm_head, task.wide, any(wanted))
     sums: Sums = {}
     grad_CV: Tensor | None = None
     for group, of_group, logits in zip(task.groups, entries, entry_logits, strict=True):
@@ -157,7 +146,7 @@ def _entry_logits(product_CV: Tensor, entries: Entries, task: Task) -> list[Tens
     for ids_CE, product_CE in zip(entries.ids, read(product_CV, entries), strict=True):
         bias_V = task.lm_head.bias_V
         bias_CE = None if bias_V is None else bias_V.expand(len(ids_CE), -1).gather(1, ids_CE)
-        found.append(finish_logits(product_CE, bias_CE, task.lm_head, task.wide)[0])
+        found.append(gradients.finish_logits(product_CE, bias_CE, task.lm_head, task.wide)[0])
     return found
 
 
@@ -179,7 +168,7 @@ def _sparse_group(z_CV: Tensor, entry_z: list[Tensor], entries: Entries, group: 
         at_1.append(max_C1[:, 0] * temperature + (z_CV * temperature).exp_().sum(1).log())
     tail_CV = z_CV.exp_()
     sum_C = tail_CV.sum(1)
-    part = group_gradient(task, group, entry_z, max_C1[:, 0] + sum_C.log(), *at_1)
+    part = gradients.group_gradient(task, group, entry_z, max_C1[:, 0] + sum_C.log(), *at_1)
     if not any(task.wanted):
         return part.sums, None
     share_C = part.tail_C / sum_C.clamp_min(1)  # the sum is at least 1, or 0 for an empty tail
@@ -191,17 +180,17 @@ def _dense_group(z_CV: Tensor, entry_z: list[Tensor], entries: Entries, group: G
     log_z_C1 = z_CV.logsumexp(1, keepdim=True)
     log_p_CV = z_CV.sub_(log_z_C1)
     zero_C = torch.zeros_like(log_p_CV[:, 0])  # the log of the softmax's sum, since log p is normalised
-    part = group_gradient(task, group, [z_CD - log_z_C1 for z_CD in entry_z], zero_C)
+    part = gradients.group_gradient(task, group, [z_CD - log_z_C1 for z_CD in entry_z], zero_C)
     ((index, term),) = group.dense
-    hidden_CH = term.hidden_NH.masked_fill(skipped(task.mask_N)[:, None], 0).to(term.lm_head.weight_VH.dtype)
-    z_CV = _soften(lm_head_logits(hidden_CH, term.lm_head, task.wide), term.temperature, in_place=True)
+    hidden_CH = term.hidden_NH.masked_fill(gradients.skipped(task.mask_N)[:, None], 0).to(term.lm_head.weight_VH.dtype)
+    z_CV = _soften(gradients.lm_head_logits(hidden_CH, term.lm_head, task.wide), term.temperature, in_place=True)
     log_t_CV = z_CV.sub_(z_CV.logsumexp(1, keepdim=True))
     t_CV = log_t_CV.exp()
     distance_CV = log_t_CV.sub_(log_p_CV).masked_fill_(t_CV == 0, 0).mul_(t_CV)
-    sums = part.sums | {index: keep(distance_CV.sum(1), task.mask_N).sum()}
+    sums = part.sums | {index: gradients.keep(distance_CV.sum(1), task.mask_N).sum()}
     if not any(task.wanted):
         return sums, None
-    share_C = keep(zero_C + task.scales[index], task.mask_N) / group.temperature
+    share_C = gradients.keep(zero_C + task.scales[index], task.mask_N) / group.temperature
     grad_CV = log_p_CV.exp_().mul_((part.tail_C + share_C)[:, None]).sub_(t_CV.mul_(share_C[:, None]))
     return sums, add(grad_CV, entries, part.entries)
 

@@ -14,6 +14,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -272,6 +273,16 @@ def runs_on_host(device: str, tpu: bool) -> bool:
         return choose(device, tpu, look()).kind in ("cpu", "mps")
     except DeviceError:
         return False
+
+
+def free_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Return memory that programs of this host can still get, None where the system does not tell."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(encoding="utf-8"), re.M):
+            return int(found[1]) * 1024
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
 
 
 def plan_run(device: str = "auto", tpu: bool = False, chips: ChipsConfig | None = None) -> LaunchPlan:

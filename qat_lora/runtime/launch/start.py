@@ -34,7 +34,14 @@ from qat_lora.registry import COMMANDS, Command
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.collectives import free_port, group_size
 from qat_lora.runtime.host.signals import passed_on
-from qat_lora.runtime.launch.select import ChipsConfig, DeviceChoice, LaunchPlan, make_runtime, plan_run
+from qat_lora.runtime.launch.select import (
+    ChipsConfig,
+    DeviceChoice,
+    LaunchPlan,
+    free_memory_bytes,
+    make_runtime,
+    plan_run,
+)
 from qat_lora.runtime.precision import with_dtype
 from qat_lora.terminal import any_text, echo
 
@@ -54,6 +61,11 @@ def run(command: Command, options: Any) -> Any:
         allowed = ", ".join(words for words, other in COMMANDS.items() if other.device == "several chips")
         remedy = f"leave --num-chips and --parallel out, and start it once (several chips are for {allowed})"
         raise errors.ConfigError(f"num_chips: this command works on one chip; {remedy}")
+    if plan.device.kind in ("cpu", "mps") and not asked.quiet:
+        from qat_lora.plan.advice import memory_warning
+
+        if warning := memory_warning(command, options, free_memory_bytes()):
+            echo(warning, err=True)
     return start(plan, functools.partial(work_here, command, options, plan.device))
 
 
