@@ -171,8 +171,7 @@ def objective_loss(
     if "hard_top1" in names:
         terms.append(estimators.label_term(batch["head_ids"][..., 0].reshape(-1), weights["hard_top1"], "hard_top1"))
     estimator = choose_estimator(config, batch)
-    exact = estimator in ("ghost", "full") and config.temperature == 1.0
-    kd_is_kl = "kd" in names and (exact or "entropy" in batch)
+    kd_is_kl = "kd" in names and ("entropy" in batch or estimator in ("ghost", "full") and config.temperature == 1.0)
     if config.logs_kl(batch) and not kd_is_kl:
         if isinstance(kd := terms[0], DenseTerm):
             terms.append(replace(kd, weight=0.0, name="kl", temperature=1.0))

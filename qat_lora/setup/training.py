@@ -77,7 +77,7 @@ def cache_training_data(options: RecoverOptions | QatOptions) -> TrainingData:
     kept = None
     if rows.manifest.rows("eval"):
         kept = KDCacheDataset(path, k=options.head_k, split="eval", verify_rows=checked)
-        draws = ["draw_ids"] if kept.fingerprint.contents.entropy else []  # evaluations read none where there is more
+        draws = ["draw_ids"] * kept.fingerprint.contents.entropy  # evaluations read none where there is more
         kept.leave_out_all_but(["teacher_hidden", *draws])
     identity = {"cache": rows.manifest.fingerprint.sha256, **(to_dict(later) if later.later_caches else {})}
     return TrainingData(rows, kept, objective, identity)
@@ -86,7 +86,8 @@ def cache_training_data(options: RecoverOptions | QatOptions) -> TrainingData:
 def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
     """Let a cache serve what the objective reads and nothing else; CacheError names an array or draws that it lacks."""
     if objective.topk_user and not dataset.k:
-        advice = "give --estimator full" if objective.topk_user.startswith("estimator") else "set it to 0"
+        fits = "sampled" if dataset.fingerprint.contents.entropy else "full"
+        advice = f"give --estimator {fits}" if objective.topk_user.startswith("estimator") else "set it to 0"
         lack = "needs the teacher's likeliest tokens, and the KD cache was built with --top-k 0"
         raise CacheError(f"top_k: {objective.topk_user} {lack}; {advice}, or build one with --top-k 64")
     if objective.kd_weight == 0 or choose_estimator(objective, OPTIONAL) != "hybrid":
@@ -96,7 +97,7 @@ def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
     own = OPTIONAL_ARRAYS.get(objective.estimator, ()) if objective.kd_weight > 0 else ()
     for name in objective.optional_arrays:
         user = f"estimator {objective.estimator}" if name in own else "hidden_weight"
-        if dataset.fingerprint.contents.lzma and objective.draws not in (None, held[name].shape[-1]):
+        if dataset.fingerprint.contents.lzma and name in held and objective.draws not in (None, held[name].shape[-1]):
             raise CacheError(f"draws: {objective.draws} of stratified draws are biased; allowed: all, so leave it out")
         wanted(held, name, user, objective.draws if name.endswith("draw_ids") else None)
     dataset.leave_out_all_but(objective.optional_arrays)

@@ -243,6 +243,12 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path, compressed, rand
     fp = compressed()
     dataset = KDCacheDataset(write_cache(tmp_path / "c", fp, random_rows(fp, 3)))
     check_arrays(dataset, ObjectiveConfig(estimator="sampled"))
+    with pytest.raises(CacheError, match="tail_draw_ids: estimator hybrid needs it"):
+        check_arrays(dataset, ObjectiveConfig(estimator="hybrid", draws=2))
+    alone = compressed(top_k=0)
+    alone = KDCacheDataset(write_cache(tmp_path / "alone", alone, random_rows(alone, 3)))
+    with pytest.raises(CacheError, match="needs the teacher's likeliest tokens.*give --estimator sampled"):
+        check_arrays(alone, ObjectiveConfig(estimator="ghost"))
     with pytest.raises(CacheError, match="stratified draws are biased"):
         check_arrays(dataset, ObjectiveConfig(estimator="sampled", draws=2))
     assert encode_rows(random_rows(fp, 1), fp).keys() == {spec.name for spec in fp.arrays}
