@@ -77,8 +77,7 @@ def cache_training_data(options: RecoverOptions | QatOptions) -> TrainingData:
     kept = None
     if rows.manifest.rows("eval"):
         kept = KDCacheDataset(path, k=options.head_k, split="eval", verify_rows=checked)
-        draws = ["draw_ids"] * kept.fingerprint.contents.entropy  # evaluations read none where there is more
-        kept.leave_out_all_but(["teacher_hidden", *draws])
+        kept.leave_out_all_but(["teacher_hidden", *["draw_ids"] * kept.fingerprint.contents.entropy])  # no other draws
     identity = {"cache": rows.manifest.fingerprint.sha256, **(to_dict(later) if later.later_caches else {})}
     return TrainingData(rows, kept, objective, identity)
 
