@@ -43,8 +43,8 @@ def _parse_optional(names: tuple[str, ...]) -> dict[str, tuple[int, str | None]]
         m[1] or m[3] or m[5]: (int(m[2] or m[4] or m[6]), m[7]) for m in matches
     }
     if len(found) != len(names) or [*found] != [name for name in _OPTIONAL_ORDER if name in found]:
-        head = "hidden:1024:<sha256 of the LM head>; a newer qat-lora may know more"
-        allowed = f"tail_draws:8, draws:32, weights:1, lzma:1, {head}"
+        last = "hidden:1024:<sha256 of the LM head>; a newer qat-lora may know more"
+        allowed = f"tail_draws:8, draws:32, weights:1, lzma:1, {last}"
         raise ConfigError(f"optional_arrays: {names!r} does not fit; allowed, in this order: {allowed}")
     return found
 

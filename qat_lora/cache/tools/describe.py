@@ -106,7 +106,7 @@ def render(description: dict[str, Any]) -> str:
     temperatures = ", ".join(f"{t:g}" for t in held["temperatures"])
     masses = ", ".join(f"{name} {value:.2g}" for name, value in (description["tail_mass"] or {}).items())
     lines = [
-        f"{description['path']}: rows of {held['length']:,} tokens, at each {_stored(held)}",
+        f"{description['path']}: rows of {held['length']:,} tokens, {_stored(held)} at each",
         *(
             f"{n:<12} {s['rows']:>9,} rows {s['shards']:>6,} shards {s['bytes'] / 1e6:>12,.1f} MB"
             for n, s in description["splits"].items()
@@ -128,7 +128,7 @@ def _stored(held: dict[str, Any]) -> str:
         "tail_draws": "{} draws from the tail",
         "draws": "{} draws",
         "weights": "weights",
-        "lzma": "compressed by rows",
+        "lzma": "compressed",
         "hidden": "its hidden state ({} wide)",
     }
     for name, size, *_ in (text.split(":") for text in held["optional_arrays"]):
