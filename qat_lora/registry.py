@@ -47,8 +47,9 @@ class Command:
     plan: str = ""  # returns its `DryRun` from the options, by shapes alone
     first_words: Mapping[str, str] = field(default_factory=dict)  # setting -> how --help calls a word without a name
     advice: str = "qat_lora.plan.advice:advise"  # says, from the options, what to lower where memory was too little
+    warning: str = "qat_lora.plan.advice:memory_warning"  # says, from all of this, whether memory will be too little
 
-    def load(self, name: Literal["function", "plan", "advice"] = "function") -> Any:
+    def load(self, name: Literal["function", "plan", "advice", "warning"] = "function") -> Any:
         """Import one of the functions."""
         return _named(getattr(self, name))
 

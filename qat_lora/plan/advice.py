@@ -63,7 +63,7 @@ def memory_warning(command: Command, options: Any, free: int | None) -> str:
     """
     folder = Path(getattr(options, "checkpoint", None) or getattr(options, "model", None) or "missing").expanduser()
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if not command.plan or free is None or 100 * stored < free:
+    if free is None or 100 * stored < free:
         return ""
     try:
         needs: Requirements = command.load("plan")(options).requirements

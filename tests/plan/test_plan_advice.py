@@ -147,7 +147,6 @@ def test_a_run_that_will_not_fit_is_warned_of_before_it_starts(tiny, tmp_path, c
     assert memory_warning(command, options, needs) == memory_warning(command, options, None) == ""
     text = memory_warning(command, options, files)
     assert re.match(r"warning: this quantisation is estimated to need [0-9.]+ GiB, and 0.0 GiB are free; .*Try ", text)
-    assert memory_warning(COMMANDS["eval"], eval_options(tiny, {}, folder), files) == ""  # has no plan
     assert memory_warning(command, replace(options, preset="no such"), files) == ""  # refused by the command itself
     monkeypatch.setattr("qat_lora.runtime.launch.start.free_memory_bytes", lambda: files)
     run(command, options)

@@ -233,7 +233,8 @@ def test_the_machine_is_looked_at_once_whatever_the_number_of_processes(monkeypa
     monkeypatch.setattr(select, "look", lambda: looks.append(1) or look())
     monkeypatch.setattr(launch, "start", lambda plan, work, *_: [work() for _ in range(plan.chips)])
     monkeypatch.setattr(Command, "load", lambda self, _="": lambda options, runtime: runtime.device.type)
-    options = SimpleNamespace(run=RunConfig(device="cpu", dtype="float32", chips=ChipsConfig("2")), dry_run=False)
+    settings = RunConfig(device="cpu", dtype="float32", chips=ChipsConfig("2"), quiet=True)
+    options = SimpleNamespace(run=settings, dry_run=False)
     assert launch.run(COMMANDS["recover"], options) == ["cpu", "cpu"]
     assert len(looks) == 1
     assert launch.notebook_launch(lambda runtime, _: runtime.device.type, num_chips=2, device="cpu") == ["cpu", "cpu"]

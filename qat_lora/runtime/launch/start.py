@@ -61,11 +61,6 @@ def run(command: Command, options: Any) -> Any:
         allowed = ", ".join(words for words, other in COMMANDS.items() if other.device == "several chips")
         remedy = f"leave --num-chips and --parallel out, and start it once (several chips are for {allowed})"
         raise errors.ConfigError(f"num_chips: this command works on one chip; {remedy}")
-    if plan.device.kind in ("cpu", "mps") and not asked.quiet:
-        from qat_lora.plan.advice import memory_warning
-
-        if warning := memory_warning(command, options, free_memory_bytes()):
-            echo(warning, err=True)
     return start(plan, functools.partial(work_here, command, options, plan.device))
 
 
@@ -99,6 +94,9 @@ def work_here(command: Command, options: Any, device: DeviceChoice) -> Any:
         # Explained here, where a process of a group notes its error.
         with disk_errors_explained(), memory_errors_explained(lambda: command.load("advice")(mine)):
             if not is_plan:
+                own = device.kind in ("cpu", "mps") and command.plan and not mine.run.quiet  # the memory is the host's
+                if own and (warning := command.load("warning")(command, mine, free_memory_bytes())):
+                    echo(warning, err=True)
                 return command.load()(mine, runtime)
             planned = command.load("plan")(mine)
         if not mine.run.json:
