@@ -12,6 +12,8 @@ position, D draws an id each; hybrid both; hidden states 2 H whatever K is; `ce`
 that take the bytes of each K, and the plot has bytes on its axis. Repeated draws could be stored once with a count;
 what that would take, one byte a count, has a column of its own. Bytes depend on the vocabulary (ids above 65,536 take
 18 bits instead of 16) and `full` on the width, so on a large model the columns shift: they are this teacher's.
+`compressed` is format version 2 with draws alone: there all bytes of the folder count, the text's too, which the others
+leave out.
 
 What is not fair, and known: one learning rate for all. Noisy gradients (`sampled` with few draws, `ce`) would rather
 have a smaller one; run again with another `--lr` before reading much into them.
@@ -25,6 +27,7 @@ Interrupt it at will: runs that stand in `DIR/runs.jsonl` are not made again, on
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -40,6 +43,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from qat_lora.cache.format.codec import pack_ids
+from qat_lora.cache.format.compressed import compress_rows
 from qat_lora.cache.format.layout import Contents, array_table, row_bytes
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.data.sources import TextConfig
@@ -54,6 +59,7 @@ from qat_lora.train.optim import OptimConfig
 
 HEADS = ("ghost", "renorm", "hybrid", "jsd", "skew", "skew_reverse")
 ALONE = ("sampled", "full", "ce")
+SIZES = ("bytes_v151936", "bytes_v151936_without_pattern")
 SETTINGS = ("preset", "length", "rank", "batch", "steps", "lr", "scale_lr", "tail_draws", "pool", "eval_rows", "dtype")
 
 
@@ -64,19 +70,25 @@ class Case:
     estimator: str
     k: int | None = None
     draws: int | None = None
+    compressed: bool = False  # a cache of its own: stratified draws alone, format version 2
+    positions: str = "all"  # of that cache, or for example entropy:0.5
 
     @property
     def name(self) -> str:
         """For folders and tables."""
-        return "-".join(
-            [self.estimator, *([f"k{self.k}"] if self.k else []), *([f"d{self.draws}"] if self.draws else [])]
-        )
+        parts = [f"{letter}{size}" for letter, size in (("k", self.k), ("d", self.draws)) if size]
+        return "-".join([self.label, *parts, *([] if self.positions == "all" else self.positions.split(":"))])
+
+    @property
+    def label(self) -> str:
+        """For tables and the plot."""
+        return "compressed" if self.compressed else self.estimator
 
     def objective(self) -> ObjectiveConfig:
         """Return the settings of the loss."""
         if self.estimator == "ce":
             return ObjectiveConfig(kd_weight=0.0, ce_weight=1.0)
-        return ObjectiveConfig(estimator=self.estimator, draws=self.draws)  # type: ignore[arg-type]
+        return ObjectiveConfig(estimator=self.estimator, draws=None if self.compressed else self.draws)  # type: ignore[arg-type]
 
 
 def main() -> None:
@@ -87,7 +99,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     seen, unseen = texts(arguments, out)
     cases = list(all_cases(arguments))
-    draws = max((c.draws or 1 for c in cases if c.estimator == "sampled"), default=1)
+    draws = max((c.draws or 1 for c in cases if c.label == "sampled"), default=1)
     caches = {k: build(arguments, seen, out, k, draws) for k in arguments.k}
     student = run(
         COMMANDS["quantize"],
@@ -100,7 +112,8 @@ def main() -> None:
             run=part(arguments, out / "student"),
         ),
     )
-    caches = {case: caches[case.k or max(arguments.k)] for case in cases}
+    own = {case: build_compressed(arguments, seen, out, case) for case in cases if case.compressed}
+    caches = {case: own[case] if case.compressed else caches[case.k or max(arguments.k)] for case in cases}
     costs = {case: cost(case, caches[case]) for case in cases}
     settings = {name: getattr(arguments, name) for name in SETTINGS}
     lines = out / "runs.jsonl"
@@ -114,7 +127,7 @@ def main() -> None:
             folder = recover(arguments, case, seed, caches[case], student, out / "runs" / f"{case.name}-s{seed}")
             result = scored(arguments, unseen, folder / "last", out / "scores" / f"{case.name}-s{seed}")
             seconds = round(time.perf_counter() - begun, 1)
-            line = {**identity, "estimator": case.estimator, "k": case.k, "draws": case.draws, **result, **costs[case]}
+            line = {**identity, "estimator": case.label, "k": case.k, "draws": case.draws, **result, **costs[case]}
             append(lines, {**line, "seconds": seconds, "load": round(os.getloadavg()[0], 2)})
             print(f"{case.name} seed {seed}: KL {result['kl']:.4f}, {seconds:.0f} s", flush=True)
             shutil.rmtree(folder)
@@ -136,6 +149,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--estimators", type=words, default=(*HEADS, *ALONE), help="of " + ",".join((*HEADS, *ALONE)))
     parser.add_argument("--k", type=numbers, default=(2, 4, 8, 32, 128), help="entries; each has a cache")
     parser.add_argument("--draws", type=numbers, default=(), help="draws of sampled; default: equal bytes with each K")
+    parser.add_argument("--compressed", type=numbers, default=(), help="draws of caches of version 2, each its own")
+    parser.add_argument(
+        "--positions", type=words, default=("all",), help="of those, each: all, entropy:0.5, uniform:0.5"
+    )
     parser.add_argument("--tail-draws", type=int, default=8, help="draws of hybrid")
     parser.add_argument("--seeds", type=numbers, default=(0, 1, 2))
     parser.add_argument("--preset", default="w2g64")
@@ -176,6 +193,8 @@ def all_cases(arguments: argparse.Namespace) -> Iterator[Case]:
         # An fp16 value is as large as a draw's 16-bit id, the two sums of a position as large as four.
         for draws in arguments.draws or tuple(2 * k + 4 for k in arguments.k):
             yield Case("sampled", draws=draws)
+    for positions, draws in itertools.product(arguments.positions, arguments.compressed):
+        yield Case("sampled", draws=draws, compressed=True, positions=positions)
     for estimator in ("full", "ce"):
         if estimator in arguments.estimators:
             yield Case(estimator)
@@ -218,6 +237,27 @@ def build(arguments: argparse.Namespace, seen: TextConfig, out: Path, k: int, dr
     )
 
 
+def build_compressed(arguments: argparse.Namespace, seen: TextConfig, out: Path, case: Case) -> Path:
+    """Return a cache of stratified draws alone, its rows compressed."""
+    by, _, part_of_them = case.positions.partition(":")
+    return run(
+        COMMANDS["cache build"],
+        CacheBuildOptions(
+            teacher=arguments.teacher,
+            text=seen,
+            length=arguments.length,
+            top_k=0,
+            draws=case.draws or 0,
+            row_codec="lzma",
+            positions=by,  # type: ignore[arg-type]
+            position_share=float(part_of_them or 0.5),
+            num_rows=int(arguments.steps * arguments.batch * arguments.pool),
+            teacher_batch_size=16,
+            run=part(arguments, out / f"cache-{case.name}"),
+        ),
+    )
+
+
 def recover(arguments: argparse.Namespace, case: Case, seed: int, cache: Path, student: Path, out: Path) -> Path:
     """Train one run; return its folder."""
     return run(
@@ -255,6 +295,11 @@ def scored(arguments: argparse.Namespace, unseen: TextConfig, student: Path, out
 def cost(case: Case, cache: Path) -> dict[str, float]:
     """Return the teacher's bytes a token in a cache made for this case alone, and with repeated draws counted."""
     dataset = KDCacheDataset(cache, verify=False)
+    if case.compressed:  # every byte of the folder: text, masks, checksums, ends of rows and records too
+        size = sum(file.stat().st_size for file in cache.iterdir()) / (len(dataset) * dataset.fingerprint.length)
+        scattered, random_ids = (size_at(dataset, patterned) for patterned in (True, False))
+        sizes = {"bytes_v151936": scattered, "bytes_v151936_without_pattern": random_ids}
+        return {"bytes_per_token": round(size, 2), "bytes_counted": round(size, 2), **sizes}
     held = dataset.manifest.fingerprint.contents
     needs = {"full": {"hidden": held.hidden}, "sampled": {"draws": case.draws}, "hybrid": {"tail_draws": case.draws}}
     alone = Contents(held.length, case.k or 0, held.vocab_size, **needs.get(case.estimator, {}))
@@ -270,6 +315,28 @@ def cost(case: Case, cache: Path) -> dict[str, float]:
         id_bytes = (stored - row_bytes_of_head(case, held) / held.length) / case.draws
         counted = stored + distinct * (id_bytes + 1) - case.draws * id_bytes
     return {"bytes_per_token": round(stored, 1), "bytes_counted": round(min(stored, counted), 1)}
+
+
+def size_at(dataset: KDCacheDataset, patterned: bool, vocab: int = 151_936, rows: int = 256) -> float:
+    """Return bytes a token of the first rows with their tokens scattered over a larger vocabulary.
+
+    Or, not `patterned`, with every drawn token another at every position, as no model draws them: an upper bound.
+    """
+    rng, held = np.random.default_rng(0), dataset.fingerprint.contents._replace(vocab_size=vocab)
+    batch = dataset.rows(range(min(rows, len(dataset))))
+    ids = batch["draw_ids"].astype(np.int64)
+    places = rng.permutation(vocab)
+    mapped = places[ids]
+    if not patterned:
+        own = rng.integers(0, vocab, (*ids.shape[:2], 1)) + ids * rng.integers(1, vocab, (*ids.shape[:2], 1))
+        mapped = own % vocab
+    arrays = {"input_ids": places[batch["input_ids"]].astype("<i4"), **pack_ids(np.sort(mapped, -1), vocab, "draws")}
+    arrays |= {
+        name: batch[name].astype(kind) for name, kind in (("entropy", "<f4"), ("weights", "<f2")) if name in batch
+    }
+    arrays["loss_mask"] = np.ones(arrays["input_ids"].shape, np.uint8)
+    arrays["doc_starts"] = np.zeros((len(ids), -(-held.length // 8)), np.uint8)
+    return round(sum(map(len, compress_rows([arrays], held, array_table(held)))) / batch["input_ids"].size, 2)
 
 
 def row_bytes_of_head(case: Case, held: Contents) -> int:
@@ -312,6 +379,7 @@ def report(
         rows.append(
             {
                 "case": name,
+                **{key: group[0][key] for key in SIZES if key in group[0]},
                 **{key: group[0][key] for key in ("estimator", "k", "draws", "bytes_per_token", "bytes_counted")},
                 "seeds": len(group),
                 "kl_mean": round(statistics.mean(values), 5),
@@ -348,8 +416,8 @@ def table(rows: list[dict[str, Any]], start: dict[str, float], tokens: int) -> s
     text += "|---|---|---|---|---|---|---|---|---|\n"
     for row in rows:
         spread = f" ± {row['kl_sd']:.4f}" if row["kl_sd"] is not None else ""
-        text += f"| {row['estimator']} | {row['k'] or ''} | {row['draws'] or ''} | {row['bytes_per_token']:.0f} | "
-        text += f"{row['bytes_counted']:.0f} | {row['seeds']} | {row['kl_mean']:.4f}{spread} | "
+        text += f"| {row['estimator']} | {row['k'] or ''} | {row['draws'] or ''} | {row['bytes_per_token']:.4g} | "
+        text += f"{row['bytes_counted']:.4g} | {row['seeds']} | {row['kl_mean']:.4f}{spread} | "
         text += f"{row['ppl_mean']:.3f} | {row['top1_mean']:.4f} |\n"
     return text
 
@@ -358,7 +426,7 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     """Draw held-out KL over bytes a token, with error bars; `ce`, which needs none, as a line across."""
     with drawn_to(file, size=(7, 4.5)) as (_, axes):
         axis = axes[0, 0]
-        for estimator in (*HEADS, "sampled", "full"):
+        for estimator in (*HEADS, "sampled", "compressed", "full"):
             points = sorted((r for r in rows if r["estimator"] == estimator), key=lambda r: r["bytes_per_token"])
             if points:
                 bars = [r["kl_sd"] or 0.0 for r in points]

@@ -77,6 +77,9 @@ class CacheBuildOptions:
     tail_draws: int | None = _tokens(None, HELP["tail_draws"], min=0)
     draws: int = _tokens(0, "tokens drawn from the whole teacher at every position, for sampled", min=0)
     hidden: bool = option(False, "store hidden states and the output head, for full; instead of logits with --top-k 0")
+    row_codec: Literal["none", "lzma"] = option("none", HELP["row_codec"])
+    positions: Literal["all", "entropy", "uniform"] = option("all", HELP["positions"])
+    position_share: float = option(0.5, "share of the positions that --positions draws", above=0, max=1)
     vocab_size: int | None = _tokens(None, HELP["vocab_size"])
     num_rows: int | None = _rows(None, "stop after this many training rows; default: all text", common=True)
     eval_rows: int = _rows(0, "rows kept apart as evaluation split, whole documents", min=0, common=True)
@@ -91,7 +94,9 @@ class CacheBuildOptions:
     def __post_init__(self) -> None:
         self.served.check(self)
         required(self.text, "dataset")
-        if not (self.top_k or self.hidden):
+        if (compressed := self.row_codec == "lzma") and not 1 <= self.draws <= 256:
+            raise ConfigError(f"draws: {self.draws} given; allowed with --row-codec lzma: 1 to 256, for example 16")
+        if not (self.top_k or self.hidden or compressed):
             raise ConfigError("top_k: 0 is too small; allowed: 1 or more")
         if self.tail_draws and not self.top_k:
             raise ConfigError("tail_draws: there is no tail without a head; give --top-k 1 or more, or --draws instead")

@@ -35,6 +35,7 @@ and, where the cache was built with them:
   all 0 where the tail is empty (`log_tail` is -inf), where they must get weight 0
 * `draw_ids` i32 [B, L-1, D] (`--draws D`): tokens drawn from the whole teacher at T = 1, with repetition
 * `weights` f32 [B, L-1]: how much each position counts in the loss, 0 or more; 1 where there are none
+* `entropy` f32 [B, 1] (`--row-codec lzma --top-k 0`): the teacher's mean entropy in a row, weighted as its positions
 * `teacher_hidden` f16 (float32 after `Runtime.feed`) [B, L-1, H] (`--hidden`): the teacher's last hidden states; its
   output head comes from `KDCacheDataset.teacher_lm_head`. A cache built with `--top-k 0` has these and no head, `lse`
   or `log_tail`

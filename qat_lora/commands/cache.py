@@ -66,7 +66,8 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     max_rows = options.num_rows and part.of(options.num_rows)
     batch_rows = 1 if isinstance(teacher, LlamaCppModel) else options.teacher_batch_size  # it computes them one by one
     device = runtime.device if isinstance(teacher, CausalLM) else "cpu"
-    settings = ForwardSettings(batch_rows, device, piece_bytes=runtime.piece_bytes)
+    drawn = (options.positions, options.position_share)
+    settings = ForwardSettings(batch_rows, device, piece_bytes=runtime.piece_bytes, positions=drawn)
 
     def rows(cursor: Any = None) -> Iterator[PackedRow]:
         return pack_rows(rest(cursor["document"] if cursor else 0), encode, options.length, cursor)
@@ -166,7 +167,10 @@ def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMH
     run, builders = options.run, Partition.parse(options.builder).builders
     dealt = units(options.text, builders)
     packing = "documents with bos and eos; attention and positions restart at each"
-    hidden = (lm_head.width, lm_head.sha256) if lm_head else ()
+    if options.positions != "all":
+        packing += f"; {options.position_share:g} of the positions drawn by {options.positions}"
+    lzma, weights = options.row_codec == "lzma", options.positions != "all"
+    width, sha256 = (lm_head.width, lm_head.sha256) if lm_head else (0, None)
     return Fingerprint(
         **about,
         dataset=describe_source(options.text, dealt) + (f" first {options.num_rows} rows" if options.num_rows else ""),
@@ -175,7 +179,7 @@ def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMH
         top_k=options.top_k,
         temperatures=tuple(sorted(set(options.temperatures))),
         value_dtype=options.value_dtype,
-        optional_arrays=optional_arrays(options.draws_from_tail, options.draws, *hidden),
+        optional_arrays=optional_arrays(options.draws_from_tail, options.draws, width, sha256, weights, lzma),
         seed=run.seed,
         eval_rows=options.eval_rows,
     )

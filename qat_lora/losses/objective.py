@@ -6,8 +6,8 @@ carries T². `anchor`, the distance to the student before training, has rows of 
 micro-batch. The config alone decides which terms exist, and their weights at a step come in separately: a term that
 disappeared once its weight had annealed to 0 would change the compiled graph.
 
-It also gives `kl` for the log, the distance that evaluations report: `hybrid` and `sampled` lack the teacher's entropy,
-and T² scales a softened term, so no loss is that number but `ghost` and `full` at T = 1.
+It also gives `kl` for the log, the distance that evaluations report: `hybrid` and `sampled` lack the teacher's entropy
+(held by caches of draws alone), T² scales a softened term, so no loss is it but that of `ghost` and `full` at T = 1.
 
 A sparse teacher is only correct with the mass of its tail at the same temperature, 1 - Σ_topK exp(z/T)/Z_T. Only the
 builder of the cache saw the whole vocabulary; guessing Z_T from the mass at T = 1 is wrong by orders of magnitude, so a
@@ -113,7 +113,7 @@ class ObjectiveConfig:
     def logs_kl(self, arrays: Container[str]) -> bool:
         """Return whether `objective_loss` gives `kl` for batches with these arrays."""
         terms = self.weights_at(0.0).keys()
-        exact = self.estimator == "full" and "kd" in terms
+        exact = (self.estimator == "full" or "entropy" in arrays) and "kd" in terms
         return exact or ("head_ids" in arrays and "lse" in arrays and bool(terms & {"kd", "ce", "hard_top1"}))
 
     @property
@@ -186,7 +186,7 @@ def objective_loss(
         terms.append(estimators.label_term(batch["head_ids"][..., 0].reshape(-1), weights["hard_top1"], "hard_top1"))
     estimator = choose_estimator(config, batch)
     softened = config.temperature != 1.0 or config.temperature_end is not None
-    kd_is_kl = "kd" in names and estimator in ("ghost", "full") and not softened
+    kd_is_kl = "kd" in names and ("entropy" in batch or estimator in ("ghost", "full") and not softened)
     if config.logs_kl(batch) and not kd_is_kl:
         if isinstance(kd := terms[0], DenseTerm):
             terms.append(replace(kd, weight=0.0, name="kl", temperature=1.0))
@@ -208,7 +208,11 @@ def objective_loss(
         parts.append(LossSum(error_sum * weights["hidden"], count, {"hidden": error_sum.detach()}))
     loss_sum = parts[0].loss_sum if len(parts) == 1 else parts[0].loss_sum + parts[1].loss_sum
     by_name = {name: x for part in parts for name, x in part.terms.items()}
-    return LossSum(loss_sum, parts[0].token_count, by_name | ({"kl": by_name["kd"]} if kd_is_kl else {}))
+    if kd_is_kl:
+        by_name["kl"] = by_name["kd"]
+        if "entropy" in batch:
+            by_name["kl"] = by_name["kd"] - (mask_N.reshape(len(hidden_BLH), -1).sum(-1, True) * batch["entropy"]).sum()
+    return LossSum(loss_sum, parts[0].token_count, by_name)
 
 
 def choose_estimator(config: ObjectiveConfig, arrays: Container[str]) -> EstimatorName:

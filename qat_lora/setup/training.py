@@ -77,7 +77,7 @@ def cache_training_data(options: RecoverOptions | QatOptions) -> TrainingData:
     kept = None
     if rows.manifest.rows("eval"):
         kept = KDCacheDataset(path, k=options.head_k, split="eval", verify_rows=checked)
-        kept.leave_out_all_but(["teacher_hidden"])  # evaluations read no draws
+        kept.leave_out_all_but(["teacher_hidden", *["draw_ids"] * kept.fingerprint.contents.entropy])  # no other draws
     identity = {"cache": rows.manifest.fingerprint.sha256, **(to_dict(later) if later.later_caches else {})}
     return TrainingData(rows, kept, objective, identity)
 
@@ -85,7 +85,8 @@ def cache_training_data(options: RecoverOptions | QatOptions) -> TrainingData:
 def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
     """Let a cache serve what the objective reads and nothing else; CacheError names an array or draws that it lacks."""
     if objective.topk_user and not dataset.k:
-        advice = "give --estimator full" if objective.topk_user.startswith("estimator") else "set it to 0"
+        fits = "sampled" if dataset.fingerprint.contents.entropy else "full"
+        advice = f"give --estimator {fits}" if objective.topk_user.startswith("estimator") else "set it to 0"
         lack = "needs the teacher's likeliest tokens, and the KD cache was built with --top-k 0"
         raise CacheError(f"top_k: {objective.topk_user} {lack}; {advice}, or build one with --top-k 64")
     if objective.kd_weight == 0 or choose_estimator(objective, OPTIONAL) != "hybrid":
@@ -95,6 +96,8 @@ def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
     own = OPTIONAL_ARRAYS.get(objective.estimator, ()) if objective.kd_weight > 0 else ()
     for name in objective.optional_arrays:
         user = f"estimator {objective.estimator}" if name in own else "hidden_weight"
+        if dataset.fingerprint.contents.lzma and name in held and objective.draws not in (None, held[name].shape[-1]):
+            raise CacheError(f"draws: {objective.draws} of stratified draws are biased; allowed: all, so leave it out")
         wanted(held, name, user, objective.draws if name.endswith("draw_ids") else None)
     dataset.leave_out_all_but(objective.optional_arrays)
 
@@ -133,7 +136,7 @@ def prepare(
         objective = replace(objective, estimator=name)
     teacher_lm_head = anchor = None
     no_topk = isinstance(dataset, KDCacheDataset) and not dataset.k  # then evaluations need the teacher's output head
-    if no_topk or (objective.kd_weight > 0 and objective.estimator == "full"):
+    if (no_topk and "entropy" not in arrays) or (objective.kd_weight > 0 and objective.estimator == "full"):
         held = dataset.teacher_lm_head()
         bias_V = None if held.bias_V is None else held.bias_V.to(runtime.device)
         teacher_lm_head = replace(held, weight_VH=held.weight_VH.to(runtime.device), bias_V=bias_V)
@@ -163,6 +166,8 @@ def evaluation(
     if rows is None:
         return None
     objective = evaluation_objective(data.objective, teacher_lm_head)
+    if isinstance(rows, KDCacheDataset) and rows.fingerprint.contents.entropy:
+        objective = replace(objective, estimator="sampled")
     if data.metric == "nll":
         objective = replace(objective, kd_weight=0.0, ce_weight=1.0)
     batch_rows = loop.batch_size * runtime.replicas
@@ -180,7 +185,7 @@ def evaluation(
                 with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
                     hidden = model.hidden(batch["input_ids"], batch["document_ids"])
                     result = objective_loss(hidden, model.lm_head(), batch, objective, teacher_lm_head=teacher_lm_head)
-                total, count = total + result.loss_sum, count + result.token_count
+                total, count = total + result.terms.get("kl", result.loss_sum), count + result.token_count
                 runtime.mark_step()
             if runtime.replicas > 1:
                 total, count = runtime.all_reduce_mean(torch.stack([total, count])).unbind()

@@ -148,7 +148,8 @@ assert "torch" not in sys.modules
 work = Path(sys.argv[1])
 L, K = 4, 2
 fp = Fingerprint(tokenizer_sha256="1", vocab_size=31, teacher="t", teacher_sha256="2", chat_template_sha256=None,
-                 dataset="d", packing="p", length=L, top_k=K)
+                 dataset="d", packing="p", length=L,
+                 **({"top_k": 0, "optional_arrays": (f"draws:{K}", "lzma:1")} if sys.argv[3] == "2" else {"top_k": K}))
 
 def build(out, builder, point=None):
     child = os.fork()
@@ -165,7 +166,8 @@ def build(out, builder, point=None):
                 writer.append({"input_ids": rng.integers(0, 31, (1, L)), "loss_mask": np.ones((1, L)),
                                "doc_starts": np.ones((1, L)), "head_ids": rng.integers(0, 31, (1, L - 1, K)),
                                "head_logits": -np.sort(rng.random((1, L - 1, K))), "lse": rng.random((1, L - 1)),
-                               "log_tail": -rng.random((1, L - 1))}, [i + 1])
+                               "log_tail": -rng.random((1, L - 1)), "draw_ids": rng.integers(0, 31, (1, L - 1, K)),
+                               "entropy": rng.random((1, 1))}, [i + 1])
         code = 0
     finally:
         os._exit(code)
@@ -197,11 +199,12 @@ print(json.dumps({"kills": kills, "broken": broken, "files": sorted(whole)}))
 """
 
 
+@pytest.mark.parametrize("version", ["1", "2"])
 @pytest.mark.parametrize("races", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_killed_at_the_end_and_ending_together(tmp_path, races):
+def test_killed_at_the_end_and_ending_together(tmp_path, races, version):
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-c", PROCESSES, str(tmp_path), str(races)],
+        [sys.executable, "-c", PROCESSES, str(tmp_path), str(races), version],
         capture_output=True,
         text=True,
         env=environment,

@@ -38,13 +38,15 @@ assert "torch" not in sys.modules
 work = Path(sys.argv[1])
 L, K = 5, 3
 fp = Fingerprint(tokenizer_sha256="1", vocab_size=31, teacher="t", teacher_sha256="2", chat_template_sha256=None,
-                 dataset="d", packing="p", length=L, top_k=K, eval_rows=2)
+                 dataset="d", packing="p", length=L, eval_rows=2,
+                 **({"top_k": 0, "optional_arrays": (f"draws:{K}", "lzma:1")} if sys.argv[2] == "2" else {"top_k": K}))
 
 def row(i):
     rng = np.random.default_rng(i)
     return {"input_ids": rng.integers(0, 31, (1, L)), "loss_mask": np.ones((1, L)), "doc_starts": np.ones((1, L)),
             "head_ids": rng.integers(0, 31, (1, L - 1, K)), "lse": rng.random((1, L - 1)),
-            "head_logits": -np.sort(rng.random((1, L - 1, K))), "log_tail": -rng.random((1, L - 1))}
+            "head_logits": -np.sort(rng.random((1, L - 1, K))), "log_tail": -rng.random((1, L - 1)),
+            "draw_ids": rng.integers(0, 31, (1, L - 1, K)), "entropy": rng.random((1, 1))}
 
 def ours(out):
     with CacheWriter(out, fp, 3) as writer:
@@ -110,14 +112,20 @@ print(json.dumps({
 """
 
 
-def test_killed_at_every_step_and_resumed_gives_the_same_bytes(tmp_path):
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_killed_at_every_step_and_resumed_gives_the_same_bytes(version, tmp_path):
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-c", KILLS, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-c", KILLS, str(tmp_path), version],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     ours, naive = result["ours"], result["naive"]
+    assert read_manifest(tmp_path / "ours").version == int(version)
     assert ours["kills"] == 4 * 6 * 2 + 6 + 3 * 8
     assert ours["broken"] == [] and ours["early"] == []
     assert [name for name in ours["files"] if name.endswith("safetensors")] == [

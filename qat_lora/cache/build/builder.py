@@ -25,10 +25,11 @@ import torch
 from tqdm.auto import tqdm
 
 from qat_lora.cache.build.served import ServedTeacher
-from qat_lora.cache.build.topk import row_uniforms, sparse_arrays
+from qat_lora.cache.build.topk import position_weights, row_uniforms, sparse_arrays
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format import layout as fmt
-from qat_lora.cache.format.codec import DRAWN
+from qat_lora.cache.format.codec import DRAWN, encode_rows
+from qat_lora.cache.format.compressed import compress_rows
 from qat_lora.cache.format.records import Fingerprint
 from qat_lora.cache.storage.location import LocalFolder, Place, locate
 from qat_lora.data.packing import PackedRow
@@ -48,6 +49,7 @@ class ForwardSettings(NamedTuple):
     device: torch.device | str = "cpu"  # where the token ids go; the teacher is there already
     chunk_bytes: int = CHUNK_BYTES  # of float32 logits held at a time
     piece_bytes: int | None = None  # of float32 logits worked on at a time (`Runtime.piece_bytes`); None for a chunk
+    positions: tuple[str, float] = ("all", 1.0)  # by what positions are drawn, and the share; `position_weights`
 
 
 Teacher = LanguageModel | ServedTeacher
@@ -157,9 +159,23 @@ def run_batch(
     uniforms = {}
     for name, size in held.id_lists.items():
         if name in DRAWN:
-            numbers = row_uniforms(fingerprint.seed, name, rows, (*shape, size))
+            numbers = row_uniforms(fingerprint.seed, name, rows, (*shape, size), bool(held.lzma))
             uniforms[DRAWN[name]] = torch.from_numpy(numbers).to(device)
-    return {**inputs, **fetched(teacher_arrays(teacher, ids_BL, documents_BL, held, uniforms, settings))}
+    if held.weights or held.entropy:
+        uniforms["entropy"] = torch.zeros(shape[0], shape[1] - 1, 1)  # says that it is wanted
+    arrays = fetched(teacher_arrays(teacher, ids_BL, documents_BL, held, uniforms, settings))
+    entropy_BP, weights_BP = arrays.pop("entropy", None), inputs["loss_mask"][:, 1:] != 0
+    if held.weights:
+        by, share = settings.positions
+        chosen = row_uniforms(fingerprint.seed, "weights", rows, (*shape, 1))[:, 0, 0, 0]
+        weights_BP = position_weights(weights_BP, entropy_BP if by == "entropy" else None, share, chosen)
+        for key in DRAWN.values() & arrays.keys():
+            arrays[key] *= (weights_BP > 0)[..., None]  # no bytes for what counts nothing
+        arrays["weights"] = weights_BP
+    if held.entropy:
+        means_B = (entropy_BP * weights_BP).sum(-1) / np.maximum(weights_BP.sum(-1), 1e-9)
+        arrays["entropy"] = means_B[:, None].astype(np.float32)
+    return {**inputs, **arrays}
 
 
 def fetched(arrays: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
@@ -179,7 +195,7 @@ def fetched(arrays: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
 
 
 def bytes_per_token(fingerprint: Fingerprint) -> float:
-    """Return what a cache takes, headers and records apart."""
+    """Return what a cache takes, headers and records apart; before compression, if there is any."""
     return fmt.row_bytes(fingerprint.arrays) / fingerprint.length
 
 
@@ -268,7 +284,7 @@ def forecast(
     first = list(itertools.islice(rest, min(batch_rows, max_rows or batch_rows)))
     if not first:
         raise TextError("text: has no row to time; give more text")
-    run_batch(teacher, first, fingerprint, settings)  # compiles, fills caches
+    arrays = run_batch(teacher, first, fingerprint, settings)  # compiles, fills caches
     seen, durations, ended = len(first), [], False
     for _ in range(TIMED_BATCHES):
         begun = time.perf_counter()
@@ -284,8 +300,11 @@ def forecast(
     total_bytes = size.lm_head_bytes
     for full, last in (divmod(part, per_shard) for part in (count, eval_rows)):
         for shards, of in ((full, per_shard), (int(last > 0), last)):  # sidecars and manifest add some 2 KB a shard
-            total_bytes += shards * fmt.layout(fingerprint.arrays, of, fingerprint.sha256).total_bytes
+            total_bytes += shards * fingerprint.layout(of, 0).total_bytes
     tokens = (count + eval_rows) * fingerprint.length
+    if (held := fingerprint.contents).lzma:  # as these rows compress
+        packed = compress_rows([encode_rows(arrays, fingerprint)], held, fingerprint.arrays)
+        total_bytes += tokens // held.length * sum(map(len, packed)) // batch_rows
     place = locate(out)
     rate = batch_rows * fingerprint.length / statistics.median(durations)
     free = place.free_bytes() if isinstance(place, LocalFolder) else None

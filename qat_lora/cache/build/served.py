@@ -70,7 +70,8 @@ class ServedConfig:
             raise ConfigError(f"teacher_url: is no plain http:// or https:// address; {hint}")
         required(self, "tokenizer")
         fits = {"hidden": False, "temperatures": (1.0,), "draws": int(self.own_text), "tail_draws": 0}
-        for name, allowed in (fits | {"builder": "0/1", "device_map": "none"}).items():
+        more = {"builder": "0/1", "device_map": "none", "row_codec": "none", "positions": "all"}
+        for name, allowed in (fits | more).items():
             if (value := getattr(options, name)) not in (allowed, None):
                 raise ConfigError(f"{name}: {value} does not fit a server (top K at T = 1); allowed: {allowed}")
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import Arrays, encode_rows
+from qat_lora.cache.format.compressed import compress_rows
 from qat_lora.cache.format.lm_head import LMHeadFile, check_lm_head
 from qat_lora.cache.format.records import Fingerprint, Manifest, Part, ShardEntry, Sidecar, parse, render
 from qat_lora.cache.storage import store
@@ -187,7 +188,7 @@ class CacheWriter:
         """Say that this builder has ended; as the last to do so, write the manifest."""
         if not self._ended:
             shards: dict[str, Any] = {f"{split}_shards": len(entries) for split, entries in self._entries.items()}
-            part = Part(**self.partition._asdict(), **shards, fingerprint=self.fingerprint)
+            part = Part(**self.partition._asdict(), **shards, **self._version())
             self.out.write_new(fmt.part_name(self.partition.builder), [render(part)], "part")
             self._ended = True
         with self.out.lock(f"{fmt.LOCK}.manifest", "waiting"):
@@ -206,10 +207,14 @@ class CacheWriter:
         if not train:
             kept = f" (all {held} rows went to the evaluation split)" if held else ""
             raise CacheError(f"--out {self.out}: no training row to store{kept}; give more text or fewer --eval-rows")
-        manifest = Manifest(fingerprint=self.fingerprint, train=(*entries["train"],), eval=(*entries["eval"],))
+        shards: dict[str, Any] = {split: (*entries[split],) for split in ("train", "eval")}
+        manifest = Manifest(**self._version(), **shards)
         self.out.write_new(fmt.MANIFEST, [render(manifest)], "manifest")
         self.finished = True
         return manifest
+
+    def _version(self) -> dict[str, Any]:
+        return {"version": self.fingerprint.version, "fingerprint": self.fingerprint}
 
     def _rows(self, split: str) -> int:
         return sum(entry.rows for entry in self._entries[split])
@@ -346,16 +351,19 @@ class CacheWriter:
         if not rows:
             return
         name = self.partition.shard_name(split, len(self._entries[split]))
-        plan = fmt.layout(self.fingerprint.arrays, rows, self.fingerprint.sha256)
+        held, table = self.fingerprint.contents, self.fingerprint.arrays
+        body = compress_rows(self._pending, held, table) if held.lzma else []
+        plan = self.fingerprint.layout(rows, fmt.COMPRESSED_HEADER_BYTES + sum(map(len, body)))
 
         def chunks() -> Iterator[bytes | memoryview]:
             yield plan.header
-            for array in plan.starts:
+            yield from body
+            for array in () if body else plan.starts:
                 for piece in self._pending:
                     yield np.ascontiguousarray(piece[array]).view(np.uint8).reshape(-1).data
 
         found: dict[str, Any] = {"shard": name, "first_row": self._rows(split), "rows": rows, "bytes": plan.total_bytes}
-        found |= {**self.partition._asdict(), "cursor": self._pending_cursor, "fingerprint": self.fingerprint}
+        found |= {**self._version(), **self.partition._asdict(), "cursor": self._pending_cursor}
         sidecar = Sidecar(**found, sha256="")
         text_bytes = len(render(sidecar))
         if text_bytes > fmt.SIDECAR_LIMIT_BYTES - 128:  # a cursor that cannot be stored must not cost the shard
@@ -390,10 +398,11 @@ class CacheWriter:
         if (theirs.rows, theirs.cursor) != (ours.rows, ours.cursor):
             raise OvertakenError(f"{self.out}/{name}: another start of builder {self.partition} was faster; run again")
         try:
+            ours = dataclasses.replace(ours, bytes=self.out.size(f"{name}.safetensors"))
             entry = ShardEntry(shard=name, rows=ours.rows, bytes=ours.bytes, sha256="", sidecar_sha256="")
             there = store.Shard(self.out, entry, self.fingerprint, preload=self.out.far)
             rows, digest = there.rows(0, ours.rows), there.sha256()
-        except CacheDamaged:
+        except (CacheDamaged, FileNotFoundError):
             raise taken from None
         for array in ("input_ids", "loss_mask", "doc_starts"):
             if not np.array_equal(rows[array], np.concatenate([piece[array] for piece in self._pending])):

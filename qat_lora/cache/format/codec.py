@@ -126,6 +126,7 @@ def encode_rows(rows: Arrays, fingerprint: Fingerprint) -> Arrays:
     n = len(rows["input_ids"])
     shapes: dict[str, tuple[int, ...]] = {name: (n, held.length) for name in ("input_ids", "loss_mask", "doc_starts")}
     shapes |= {name: (n, held.length - 1, *shape) for name, (_, shape) in position_arrays(held).items()}
+    shapes |= {"entropy": (n, 1)} if held.entropy else {}
     for name, shape in shapes.items():
         if name not in rows or rows[name].shape != shape:
             given = rows[name].shape if name in rows else "absent"
@@ -150,13 +151,15 @@ def encode_rows(rows: Arrays, fingerprint: Fingerprint) -> Arrays:
     if held.top_k:
         arrays |= encode_values(rows["head_logits"], held.value_dtype, max(held.temperatures))
     for name in held.id_lists:
-        arrays |= pack_ids(rows[_LISTS[name]], held.vocab_size, name)
+        ids = np.sort(rows[_LISTS[name]], axis=-1) if held.lzma and name in DRAWN else rows[_LISTS[name]]
+        arrays |= pack_ids(ids, held.vocab_size, name)
     if held.weights:
         if not ((rows["weights"] >= 0) & (rows["weights"] <= _FP16_LARGEST)).all():
             raise CacheError("weights: some are negative, NaN or too large; allowed: 0 to 65,504 (float16)")
         arrays["weights"] = rows["weights"].astype("<f2")
     if held.hidden:
         arrays["hidden"] = _half(rows["teacher_hidden"])
+    arrays |= {"entropy": rows["entropy"].astype("<f4")} if held.entropy else {}
     arrays["row_crc32"] = row_checksums(arrays, fingerprint.arrays)
     return {spec.name: np.ascontiguousarray(arrays[spec.name]) for spec in fingerprint.arrays}
 
@@ -193,6 +196,7 @@ def empty_batch(
         "input_ids": np.empty((count, held.length), np.int32),
         "document_ids": np.empty((count, held.length), np.int32),
         "target_mask": np.empty((count, held.length - 1), np.bool_),
+        **({"entropy": np.empty((count, 1), np.float32)} if held.entropy else {}),
         **{name: np.empty((count, held.length - 1, *shape), kind) for name, (kind, shape) in wanted.items()},
     }
 
@@ -210,8 +214,8 @@ def decode_row(arrays: Arrays, fingerprint: Fingerprint, k: int, temperatures: S
     for name, key in _LISTS.items():
         if key in out:
             unpack_ids(arrays, out[key].shape[-1], out[key], name)
-    if "weights" in out:
-        np.copyto(out["weights"], arrays["weights"])
+    for name in {"weights", "entropy"} & out.keys():
+        np.copyto(out[name], arrays[name])
     if "teacher_hidden" in out:
         np.copyto(out["teacher_hidden"], arrays["hidden"])
     top_k = fingerprint.top_k
@@ -271,6 +275,8 @@ def promises(part: Arrays, fingerprint: Fingerprint) -> dict[str, bool]:
         kept["val_range from 0 to 64"] = bool(((part["val_range"] >= 0) & (part["val_range"] <= LARGEST_RANGE)).all())
     if held.weights:
         kept["weights from 0 to 65,504"] = bool(((part["weights"] >= 0) & (part["weights"] < np.inf)).all())
+    if held.entropy:
+        kept["entropy of 0 or more"] = bool((part["entropy"] > -_ROUNDING).all() and np.isfinite(part["entropy"]).all())
     if held.hidden:
         kept["finite hidden states"] = bool(((part["hidden"].view("<u2") & 0x7C00) != 0x7C00).all())
     return kept

@@ -21,6 +21,7 @@ from qat_lora.types import temperature_key
 VALUE_DTYPES = ("float16", "uint8")  # how the logits of top-K entries may be stored
 FORMAT = "qat-lora-kd-cache"
 VERSION = 1
+COMPRESSED, COMPRESSED_HEADER_BYTES = 2, 512  # of caches whose rows are compressed one by one
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 LM_HEAD = "teacher_head.safetensors"  # the teacher's LM head, in caches that hold its hidden states
@@ -30,6 +31,7 @@ MANIFEST_LIMIT_BYTES = 64 << 20
 SERIES = {"train": "s", "eval": "e"}  # the letter of each split's shard series
 PACKED_VOCAB = 1 << 18  # up to this vocabulary, ids are 16 low bits plus 2 high bits; beyond it, raw int32
 SHORT_VOCAB = 1 << 16  # up to this vocabulary, the 2 high bits are always 0 and are left out
+_Array = tuple[str, str, Sequence[int], int]
 _SAFETENSORS_DTYPE = {"<i4": "I32", "<u4": "U32", "<f4": "F32", "<f2": "F16", "<u2": "U16", "|u1": "U8"}
 
 
@@ -65,6 +67,7 @@ class Contents(NamedTuple):
     tail_draws: int = 0  # tokens drawn from the tail of a position
     draws: int = 0  # tokens drawn from the whole teacher
     weights: int = 0  # 1 where positions have weights in the loss
+    lzma: int = 0  # 1 where rows are compressed (`compressed`), and draws stratified and rising
     hidden: int = 0  # H: width of the teacher's hidden states; 0 where none are stored
 
     @property
@@ -72,6 +75,11 @@ class Contents(NamedTuple):
         """The lists of token ids that a position has, by array name, and their lengths."""
         lists = {"ids": self.top_k, "tail_draws": self.tail_draws, "draws": self.draws}
         return {name: entries for name, entries in lists.items() if entries}
+
+    @property
+    def entropy(self) -> bool:
+        """Whether rows have the teacher's mean entropy, by which the cross-entropy with draws alone exceeds the KL."""
+        return bool(self.lzma and not self.top_k and not self.hidden)
 
     @property
     def sums(self) -> tuple[str, ...]:
@@ -87,8 +95,9 @@ def array_table(held: Contents) -> tuple[ArraySpec, ...]:
     wide, packed = held.vocab_size > PACKED_VOCAB, SHORT_VOCAB < held.vocab_size <= PACKED_VOCAB
     lists = held.id_lists.items()
     table: list[tuple[str, str, tuple[int, ...]]] = [("row_crc32", "<u4", ()), ("input_ids", "<i4", (held.length,))]
+    table = table[held.lzma :]  # compressed rows have their checksums outside
     table += [(name, "<i4", (positions, entries)) for name, entries in lists if wide]
-    table += [(name, "<f4", (positions,)) for name in held.sums]
+    table += [(name, "<f4", (positions,)) for name in held.sums] + [("entropy", "<f4", (1,))] * held.entropy
     if held.top_k:
         floats, codes = ("val", "<f2", (positions, held.top_k)), ("val_range", "<f2", (positions,))
         table.append(floats if held.value_dtype == "float16" else codes)
@@ -114,7 +123,19 @@ def layout(table: tuple[ArraySpec, ...], rows: int, fingerprint_sha256: str) -> 
     return Layout(header, dict(zip((spec.name for spec in table), starts, strict=True)), end)
 
 
-def safetensors_header(metadata: dict[str, str], arrays: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+@functools.lru_cache(maxsize=64)
+def compressed_layout(rows: int, total_bytes: int, fingerprint_sha256: str) -> Layout:
+    """Return the same of a shard of compressed rows, which has `total_bytes`; the first of its blobs is no row."""
+    metadata = {"format": FORMAT, "version": str(COMPRESSED), "fingerprint": fingerprint_sha256}
+    index = 4 * (rows + 1)
+    size = max(0, total_bytes - COMPRESSED_HEADER_BYTES - 2 * index)
+    arrays = [(name, "U32", (rows + 1,), index) for name in ("row_crc32", "row_ends")]
+    header = safetensors_header(metadata, [*arrays, ("rows", "U8", (size,), size)], COMPRESSED_HEADER_BYTES)
+    starts = {name: len(header) + number * index for number, name in enumerate(("row_crc32", "row_ends", "rows"))}
+    return Layout(header, starts, starts["rows"] + size)
+
+
+def safetensors_header(metadata: dict[str, str], arrays: Iterable[_Array], least: int = 0) -> bytes:
     """Return a safetensors file's header and before it its length; `arrays`: name, type, shape and bytes, in order."""
     header: dict[str, object] = {"__metadata__": metadata}
     offset = 0
@@ -122,7 +143,7 @@ def safetensors_header(metadata: dict[str, str], arrays: Iterable[tuple[str, str
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
-    text += b" " * (-len(text) % 8)
+    text = (text + b" " * (-len(text) % 8)).ljust(least - 8)
     return len(text).to_bytes(8, "little") + text
 
 

@@ -21,15 +21,17 @@ from qat_lora.errors import CacheDamaged, CacheError, ConfigError
 
 R = TypeVar("R")
 _SEAL, _SEAL_END = '"checksum": "', '"\n}\n'
-_OPTIONAL = re.compile(r"(tail_draws|draws):([1-9][0-9]{0,5})|(weights):(1)|(hidden):([1-9][0-9]{0,6}):([0-9a-f]{64})")
-_OPTIONAL_ORDER = ("tail_draws", "draws", "weights", "hidden")
+_OPTIONAL = re.compile(
+    r"(tail_draws|draws):([1-9]\d{0,5})|(weights|lzma):(1)|(hidden):([1-9]\d{0,6}):([\da-f]{64})", re.A
+)
+_OPTIONAL_ORDER = ("tail_draws", "draws", "weights", "lzma", "hidden")
 
 
 def optional_arrays(
-    tail_draws: int = 0, draws: int = 0, hidden: int = 0, sha256: str | None = None, weights: bool = False
+    tail_draws: int = 0, draws: int = 0, hidden: int = 0, sha256: str | None = None, weights: int = 0, lzma: int = 0
 ) -> tuple[str, ...]:
     """Return the names by which a fingerprint says what is stored beyond the standard arrays; sha256: the LM head's."""
-    counts = {"tail_draws": tail_draws, "draws": draws, "weights": int(weights)}
+    counts = {"tail_draws": tail_draws, "draws": draws, "weights": int(weights), "lzma": int(lzma)}
     names = [f"{name}:{count}" for name, count in counts.items() if count]
     return (*names, f"hidden:{hidden}:{sha256}") if hidden else tuple(names)
 
@@ -41,9 +43,8 @@ def _parse_optional(names: tuple[str, ...]) -> dict[str, tuple[int, str | None]]
         m[1] or m[3] or m[5]: (int(m[2] or m[4] or m[6]), m[7]) for m in matches
     }
     if len(found) != len(names) or [*found] != [name for name in _OPTIONAL_ORDER if name in found]:
-        allowed = (
-            "tail_draws:8, draws:32, weights:1, hidden:1024:<sha256 of the LM head>; a newer qat-lora may know more"
-        )
+        last = "hidden:1024:<sha256 of the LM head>; a newer qat-lora may know more"
+        allowed = f"tail_draws:8, draws:32, weights:1, lzma:1, {last}"
         raise ConfigError(f"optional_arrays: {names!r} does not fit; allowed, in this order: {allowed}")
     return found
 
@@ -70,7 +71,8 @@ class Fingerprint:
 
     def __post_init__(self) -> None:
         extras = _parse_optional(self.optional_arrays)
-        fewest, topk_allowed = int("hidden" not in extras), f"1 to vocab_size = {self.vocab_size}, or 0 with --hidden"
+        fits_codec = "lzma" not in extras or 1 <= extras.get("draws", (0,))[0] <= 256
+        fewest, topk_allowed = int(not {"hidden", "lzma"} & {*extras}), f"1 to {self.vocab_size}, or 0 with --hidden"
         known = all(math.isfinite(t) and t > 0 and float(f"{t:g}") == t for t in self.temperatures)
         rising = known and (*sorted({1.0, *self.temperatures}),) == self.temperatures
         numbers = "positive numbers of at most six digits, rising, 1 among them, for example 1,2"
@@ -82,6 +84,7 @@ class Fingerprint:
             ("eval_rows", self.eval_rows, self.eval_rows >= 0, "0 or more"),
             ("tail_draws", self.optional_arrays, self.top_k or "tail_draws" not in extras, "none where --top-k is 0"),
             ("temperatures", self.temperatures, rising, numbers),
+            ("row_codec", self.optional_arrays, fits_codec, "lzma with --draws 1 to 256 only"),
         ]
         for name, given, fits, allowed in rules:
             if not fits:
@@ -106,7 +109,18 @@ class Fingerprint:
     @functools.cached_property
     def sha256(self) -> str:
         """One hash for all fields."""
-        return config.fingerprint({"version": fmt.VERSION, **to_json(self)})
+        return config.fingerprint({"version": self.version, **to_json(self)})
+
+    @property
+    def version(self) -> int:
+        """The format's version, as old as it can be."""
+        return fmt.COMPRESSED if self.contents.lzma else fmt.VERSION
+
+    def layout(self, rows: int, total_bytes: int) -> fmt.Layout:
+        """Return the layout of a shard; its size is only taken at its word where that does not follow from the rows."""
+        if self.contents.lzma:
+            return fmt.compressed_layout(rows, total_bytes, self.sha256)
+        return fmt.layout(self.arrays, rows, self.sha256)
 
     def difference(self, other: Self) -> tuple[str, Any, Any] | None:
         """Return the first field that differs, with both values, if any; a teacher's sha256 counts, not its name."""
@@ -208,10 +222,13 @@ def parse(cls: type[R], data: bytes, where: str) -> R:
         tree.pop("checksum", None)
         if tree.get("format") != fmt.FORMAT:
             raise ValueError(f"format is {tree.get('format')!r}, expected {fmt.FORMAT!r}")
-        if tree.get("version") != fmt.VERSION:
-            what = f"is of cache format version {tree.get('version')!r}, this program reads {fmt.VERSION}"
+        if tree.get("version") not in (fmt.VERSION, fmt.COMPRESSED):
+            what = f"is of cache format version {tree.get('version')!r}, this program reads 1 and 2"
             raise CacheError(f"{where}: {what}; use the qat-lora that wrote it, or build the cache again")
-        return config.from_dict(cls, tree, cls.__name__, exact=True)
+        record: Any = config.from_dict(cls, tree, cls.__name__, exact=True)
+        if record.version != record.fingerprint.version:
+            raise ValueError(f"its version is {record.version}, its fingerprint's is {record.fingerprint.version}")
+        return record
     except CacheError:
         raise
     except (ValueError, TypeError, RecursionError, OverflowError) as error:

@@ -26,7 +26,8 @@ from typing import BinaryIO, NamedTuple, TypeVar
 import numpy as np
 
 from qat_lora.cache.format import layout as fmt
-from qat_lora.cache.format.codec import promises, row_checksums
+from qat_lora.cache.format.codec import crc32, promises, row_checksums
+from qat_lora.cache.format.compressed import decompress, decompress_row
 from qat_lora.cache.format.lm_head import check_lm_head
 from qat_lora.cache.format.records import Fingerprint, Manifest, ShardEntry, Sidecar, parse, read_header
 from qat_lora.cache.storage.location import Location, Place, locate
@@ -116,7 +117,7 @@ def read_sidecar(place: Location, name: str) -> tuple[Sidecar, ShardEntry]:
     except FileNotFoundError:
         raise CacheDamaged(f"{file}: is missing") from None
     sidecar = parse(Sidecar, data, file)
-    expected = fmt.layout(sidecar.fingerprint.arrays, sidecar.rows, sidecar.fingerprint.sha256).total_bytes
+    expected = sidecar.fingerprint.layout(sidecar.rows, sidecar.bytes).total_bytes
     if sidecar.shard != name or sidecar.bytes != expected or not sidecar.rows:
         found = f"{sidecar.shard!r}, {sidecar.rows} rows, {sidecar.bytes} bytes"
         raise CacheDamaged(f"{file}: speaks of {found}; expected {name!r} and {expected} bytes")
@@ -179,7 +180,7 @@ class Shard:
 
     def __init__(self, place: Location, entry: ShardEntry, fingerprint: Fingerprint, *, preload: bool = False) -> None:
         self._place, self._entry, self._table = place, entry, fingerprint.arrays
-        self._plan = plan = fmt.layout(self._table, entry.rows, fingerprint.sha256)
+        self._held, self._plan = fingerprint.contents, (plan := fingerprint.layout(entry.rows, entry.bytes))
         name, file = f"{entry.shard}.safetensors", f"{place}/{entry.shard}.safetensors"
         try:
             self._data: bytes | BinaryIO = b"".join(place.chunks(name)) if preload else place.open(name)
@@ -195,6 +196,14 @@ class Shard:
             header = read_header(self._beginning(min(entry.bytes, 8 + fmt.HEADER_LIMIT_BYTES)), file)
             if header != read_header(plan.header, file):
                 raise CacheDamaged(f"{file}: its header describes other arrays than the cache's fingerprint demands")
+        if self._held.lzma:
+            self._sums, _ = index = np.empty((2, entry.rows + 1), "<u4")  # the two arrays are one behind the other
+            self._fill(index, plan.starts["row_crc32"], "its index")
+            self._ends = np.append(0, index[1].astype(np.int64))
+            if (np.diff(self._ends) < 0).any() or self._ends[-1] != plan.total_bytes - plan.starts["rows"]:
+                raise self._damaged("its list of rows' ends", "is not what was written")
+            tokens = self._blob(0, "its table of tokens", True)
+            self._tokens = np.frombuffer(decompress(tokens, 4 * self._held.vocab_size), "<i4")
 
     def rows(self, first: int, count: int = 1, *, check: bool = True) -> dict[str, np.ndarray]:
         """Return rows from `first` on as stored, [count, ...]; CacheDamaged: by CRC-32 (`check`), or it has changed."""
@@ -203,6 +212,15 @@ class Shard:
         if not (isinstance(self._data, bytes) or self._place.far or os.fstat(self._data.fileno()).st_nlink):
             raise self._damaged(where, "cannot be read: the file was removed or replaced since it was opened")
         arrays = {spec.name: np.empty((count, *spec.row_shape), spec.dtype) for spec in self._table}
+        if self._held.lzma:
+            for number in range(first, first + count):
+                blob = self._blob(number + 1, f"row {number}", check)
+                try:
+                    out = {name: array[number - first] for name, array in arrays.items()}
+                    decompress_row(blob, self._held, self._table, self._tokens, out)
+                except (ValueError, IndexError) as error:
+                    raise self._damaged(f"row {number}", f"cannot be read ({error})") from None
+            return arrays
         for spec in self._table:
             self._fill(arrays[spec.name], self._plan.starts[spec.name] + first * spec.row_bytes, where)
         if check:
@@ -210,6 +228,14 @@ class Shard:
             if len(bad):
                 raise self._damaged(f"row {first + bad[0]}", "does not have its checksum")
         return arrays
+
+    def _blob(self, number: int, where: str, check: bool) -> bytes:
+        start, end = self._ends[number : number + 2]
+        data = np.empty(end - start, np.uint8)
+        self._fill(data, self._plan.starts["rows"] + int(start), where)
+        if check and crc32(data) != self._sums[number]:
+            raise self._damaged(where, "does not have its checksum")
+        return data.tobytes()
 
     def parts(self, most: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         """Yield all rows as `rows` does, at most `most` at a time, each time with the number of the first."""

@@ -52,6 +52,8 @@ def audit(
     """
     dataset = KDCacheDataset(path, verify=False)
     held = dataset.fingerprint
+    if not (held.top_k or held.contents.hidden):
+        raise CacheError(f"{path}: holds draws alone, nothing to compare; allowed: caches with --top-k or --hidden")
     check_teacher(held, path, teacher_sha256, teacher.vocab_size)
     chosen = np.unique(np.linspace(0, len(dataset) - 1, rows).astype(np.int64))
     lm_head = dataset.teacher_lm_head() if held.contents.hidden else None

@@ -47,7 +47,7 @@ def describe(path: Place, *, show_rows: int = 2, show_tokens: int = 16, decode: 
         "info": manifest.info,
         "splits": splits,
         "bytes_per_token": size / tokens,
-        "bytes_per_token_by_array": {spec.name: spec.row_bytes / held.length for spec in held.arrays},
+        "bytes_per_token_by_array": {s.name: s.row_bytes / held.length for s in held.arrays * (1 - held.contents.lzma)},
         "sampled_rows": len(chosen),
         "target_fraction": mass.size / (len(chosen) * (held.length - 1)),
         "tail_mass": {"mean": float(counted.mean()), **quantiles} if held.top_k else None,
@@ -128,6 +128,7 @@ def _stored(held: dict[str, Any]) -> str:
         "tail_draws": "{} draws from the tail",
         "draws": "{} draws",
         "weights": "weights",
+        "lzma": "compressed",
         "hidden": "its hidden state ({} wide)",
     }
     for name, size, *_ in (text.split(":") for text in held["optional_arrays"]):

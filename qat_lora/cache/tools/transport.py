@@ -167,7 +167,7 @@ def _with_values(data: bytes, manifest: Manifest, entry: ShardEntry, change: Any
     """Return a shard with its array `val` changed, if it has one; as it is where it has not a shard's size."""
     plan = fmt.layout(manifest.fingerprint.arrays, entry.rows, manifest.fingerprint.sha256)
     for spec in manifest.fingerprint.arrays:
-        if spec.name == "val" and len(data) == plan.total_bytes:
+        if spec.name == "val" and len(data) == plan.total_bytes and not manifest.fingerprint.contents.lzma:
             start, size = plan.starts["val"], entry.rows * spec.row_bytes
             stored = np.frombuffer(data, np.uint8, size, start)
             changed = change(stored, (entry.rows, *spec.row_shape), spec.dtype.itemsize)
@@ -218,9 +218,10 @@ def export_parquet(
     Columns, all of fixed-size lists, for rows of L tokens and K entries each: `input_ids` int32 [L], `loss_mask` uint8
     [L], `doc_starts` bool [L], `head_ids` int32 [L-1, K], `head_logits` [L-1, K] (logit minus the position's largest;
     float16, or float32 where the cache stores it as uint8 codes), `lse` and `log_tail` float32 [L-1], with `lse@2` and
-    so on for other temperatures; where the cache has them `tail_draw_ids` and `draw_ids` int32 [L-1, D] and
-    `teacher_hidden` float16 [L-1, H]. The log-probability of an entry is `head_logits` / T - `lse`. The file's metadata
-    holds the fingerprint as JSON; the teacher's LM head is not copied: it is in the cache's folder.
+    so on for other temperatures; where the cache has them `tail_draw_ids` and `draw_ids` int32 [L-1, D],
+    `weights` float16 [L-1] and `teacher_hidden` float16 [L-1, H]. The log-probability of an entry is `head_logits` / T
+    - `lse`. The file's metadata holds the fingerprint as JSON; the teacher's LM head is not copied: it is in the
+    cache's folder.
 
     CacheError: no finished cache, a split without rows; CacheDamaged: a shard is not what was written; no file is left;
     OutputExistsError: there is a file of that name; MissingExtraError: pyarrow is not installed.
@@ -265,6 +266,8 @@ def _columns(arrays: Mapping[str, np.ndarray], held: Fingerprint) -> dict[str, n
     for name, size in contents.id_lists.items():
         if name in DRAWN:
             columns[DRAWN[name]] = unpack_ids(arrays, size, name=name)
+    if contents.weights:
+        columns["weights"] = arrays["weights"]
     if contents.hidden:
         columns["teacher_hidden"] = arrays["hidden"]
     return columns | {name: arrays[name] for name in contents.sums}

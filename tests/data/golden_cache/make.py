@@ -1,22 +1,25 @@
 """Writes the golden caches beside this file, byte by byte from docs/cache-format.md, with the standard library only.
 
 It shares no code with qat_lora, so a change of the reader, the writer or the page that breaks caches which people
-already have is seen. The committed files must not change within version 1 of the format; to make them again:
+already have is seen. The committed files must not change within versions 1 and 2 of the format; to make them again:
 
     python tests/data/golden_cache/make.py
 
 `short`, `packed` and `wide` are the three ways ids are stored; `packed` has two temperatures, shards of unequal
 size and an evaluation split. `codes` has values as codes, and drawn tokens; `hidden` has hidden states instead of a
-head. `expected.json` holds what a reader must return, for all entries and for fewer.
+head; `draws` is of version 2: draws alone, weights, and rows compressed one by one. `expected.json` holds what a
+reader must return, for all entries and for fewer.
 """
 
 import hashlib
 import json
+import lzma
 import math
 import random
 import struct
 import sys
 import zlib
+from collections import Counter
 from pathlib import Path
 
 CACHES = {
@@ -27,7 +30,10 @@ CACHES = {
     | {"value_dtype": "uint8", "tail_draws": 3, "draws": 5},
     "hidden": {"vocab_size": 300, "length": 5, "top_k": 0, "temperatures": [1.0], "train": [2], "eval": []}
     | {"draws": 2, "hidden": 3},
+    "draws": {"vocab_size": 151936, "length": 7, "top_k": 0, "temperatures": [1.0], "train": [2, 1], "eval": []}
+    | {"draws": 6, "weights": 1, "lzma": 1},
 }
+RAW = {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 20, "lc": 0, "lp": 0, "pb": 0}
 FEWER = 2
 TYPES = {"U32": "I", "I32": "i", "F32": "f", "F16": "e", "U16": "H", "U8": "B"}
 
@@ -69,6 +75,13 @@ def draw_row(draw, setting):
         if name in setting:
             drawn = [[draw.randrange(vocab) for _ in range(setting[name])] for _ in range(length - 1)]
             row[f"{name[:-1]}_ids"] = drawn
+    if "lzma" in setting:  # rising, with repeats, the next token among them more often than not
+        row["draw_ids"] = [
+            sorted(draw.choices([row["input_ids"][at + draw.randrange(2)], *drawn[:3]], k=setting["draws"]))
+            for at, drawn in enumerate(row["draw_ids"])
+        ]
+        row["weights"] = [as_stored(draw.choice([0, 1, 2.5]), "e") for _ in range(length - 1)]
+        row["entropy"] = [as_stored(3 * draw.random(), "f")]
     if "hidden" in setting:
         states = [[as_stored(draw.gauss(0, 9), "e") for _ in range(setting["hidden"])] for _ in range(length - 1)]
         row["teacher_hidden"] = states
@@ -179,6 +192,61 @@ def shard_bytes(rows, setting, fingerprint_hash):
     return struct.pack("<Q", len(text)) + text + b"".join(data for *_, data in parts)
 
 
+def numbers_as_bytes(numbers):
+    """One byte for numbers below 240, two up to 2,287, four beyond; first bytes first, then the others by place."""
+    leading, second, words = [], [], []
+    for number in numbers:
+        if number < 240:
+            leading.append(number)
+        elif number < 240 + 8 * 256:
+            leading.append(240 + (number - 240) // 256)
+            second.append((number - 240) % 256)
+        else:
+            word = number - 240 - 8 * 256
+            leading.append(248 + word // 2**24)
+            words.append([word % 256, word // 256 % 256, word // 65536 % 256])
+    return bytes(leading + second + [word[place] for place in range(3) for word in words])
+
+
+def compressed_row(row, rank):
+    often, repeats, gaps, places, literal = [], [], [], [], [rank[row["input_ids"][0]]]
+    for following, drawn in zip(row["input_ids"][1:], row["draw_ids"], strict=True):
+        entries = sorted((-count, rank[token]) for token, count in Counter(drawn).items())
+        often.append(sum(count < -1 for count, _ in entries))
+        repeats += [-count - 2 for count, _ in entries if count < -1]
+        for at, (count, place) in enumerate(entries):
+            gaps.append(place - entries[at - 1][1] - 1 if at and entries[at - 1][0] == count else place)
+        ranks = [place for _, place in entries]
+        places.append(ranks.index(rank[following]) + 1 if rank[following] in ranks else 0)
+        literal += [] if places[-1] else [rank[following]]
+    plain = bytes(often + repeats) + numbers_as_bytes(gaps) + bytes(places) + numbers_as_bytes(literal)
+    for key, code in (("entropy", "f"), ("weights", "e")):
+        data = struct.pack(f"<{len(row[key])}{code}", *row[key])
+        size = struct.calcsize(code)
+        plain += b"".join(data[place::size] for place in range(size))
+    return plain + bytes(row["loss_mask"] + bits_of(row["doc_starts"], 1))
+
+
+def compressed_shard_bytes(rows, fingerprint_hash):
+    used = Counter(token for row in rows for token in row["input_ids"])
+    used.update(token for row in rows for drawn in row["draw_ids"] for token in set(drawn))
+    table = sorted(used, key=lambda token: (-used[token], token))
+    rank = {token: place for place, token in enumerate(table)}
+    plain = [struct.pack(f"<{len(table)}i", *table), *(compressed_row(row, rank) for row in rows)]
+    blobs = [lzma.compress(data, lzma.FORMAT_RAW, filters=[RAW]) for data in plain]
+    ends = [sum(map(len, blobs[: at + 1])) for at in range(len(blobs))]
+    index, size = 4 * len(blobs), ends[-1]
+    header = {
+        "__metadata__": {"format": "qat-lora-kd-cache", "version": "2", "fingerprint": fingerprint_hash},
+        "row_crc32": {"dtype": "U32", "shape": [len(blobs)], "data_offsets": [0, index]},
+        "row_ends": {"dtype": "U32", "shape": [len(blobs)], "data_offsets": [index, 2 * index]},
+        "rows": {"dtype": "U8", "shape": [size], "data_offsets": [2 * index, 2 * index + size]},
+    }
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(504)
+    sums = struct.pack(f"<{len(blobs)}I", *map(zlib.crc32, blobs))
+    return struct.pack("<Q", len(text)) + text + sums + struct.pack(f"<{len(ends)}I", *ends) + b"".join(blobs)
+
+
 def sealed(record):
     body = json.dumps(record, indent=2)[:-2] + ',\n  "checksum": "'
     return body.encode() + hashlib.sha256(body.encode()).hexdigest().encode() + b'"\n}\n'
@@ -188,7 +256,8 @@ def write_cache(folder, setting, seed):
     """Write one cache; return the rows of both splits."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(seed)
-    names = [f"{name}:{setting[name]}" for name in ("tail_draws", "draws") if name in setting]
+    names = [f"{name}:{setting[name]}" for name in ("tail_draws", "draws", "weights", "lzma") if name in setting]
+    version = 2 if "lzma" in setting else 1
     if "hidden" in setting:
         head, _ = head_bytes(random.Random(0), setting)
         (folder / "teacher_head.safetensors").write_bytes(head)
@@ -210,15 +279,16 @@ def write_cache(folder, setting, seed):
         "builder": "standard library",
         "optional_arrays": names,
     }
-    canonical = json.dumps({"version": 1, **fingerprint}, sort_keys=True, separators=(",", ":"))
-    common = {"format": "qat-lora-kd-cache", "version": 1}
+    canonical = json.dumps({"version": version, **fingerprint}, sort_keys=True, separators=(",", ":"))
+    common = {"format": "qat-lora-kd-cache", "version": version}
     manifest, rows = {**common, "fingerprint": fingerprint, "train": [], "eval": [], "info": {}}, {}
     for split in ("eval", "train"):
         rows[split] = []
         for number, count in enumerate(setting[split]):
             name = f"{split[0].replace('t', 's')}-{number:06d}"
             part = [draw_row(draw, setting) for _ in range(count)]
-            data = shard_bytes(part, setting, hashlib.sha256(canonical.encode()).hexdigest())
+            digest = hashlib.sha256(canonical.encode()).hexdigest()
+            data = shard_bytes(part, setting, digest) if version == 1 else compressed_shard_bytes(part, digest)
             entry = {"shard": name, "rows": count, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             place = {
                 "first_row": len(rows[split]),
