@@ -169,7 +169,7 @@ def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMH
     packing = "documents with bos and eos; attention and positions restart at each"
     if options.positions != "all":
         packing += f"; {options.position_share:g} of the positions drawn by {options.positions}"
-    lzma, weights = options.row_codec == "lzma", options.positions != "all"
+    lzma, weights = options.row_codec == "lzma", bool(options.positions != "all" or options.text.weight_field)
     width, sha256 = (lm_head.width, lm_head.sha256) if lm_head else (0, None)
     return Fingerprint(
         **about,

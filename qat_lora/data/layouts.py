@@ -82,6 +82,14 @@ def text_of(row: Row, field: str) -> str:
     return "" if is_null else _text(fields, field, f"text_field: {row.name}")
 
 
+def weight_of(row: Row, field: str) -> float:
+    """Return a row's weight; TextError if it has no such field, or no number from 0 to 65,504 (float16) in it."""
+    weight = row.load().get(field)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 65504:
+        raise TextError(f"weight_field: {row.name}: {field} is {weight!r}; allowed: a number from 0 to 65,504")
+    return float(weight)
+
+
 def tokens_of(row: Row) -> tuple[list[int], int]:
     """Return the token ids of a text that `cache generate` wrote, and how many of them are its prompt's."""
     ids, prompt = row.load()["token_ids"], row.load()["prompt_tokens"]

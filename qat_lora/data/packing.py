@@ -39,6 +39,7 @@ class PackedRow(NamedTuple):
     loss_mask: np.ndarray  # uint8 [L], 1 where token i counts as the target of position i - 1
     doc_starts: np.ndarray  # bool [L], True where a document begins, and always at 0
     cursor: dict[str, int]  # of the next row: index of its first document, offset of its first token in that
+    weights: np.ndarray | None = None  # float32 [L], of the documents; None where all are 1
 
 
 def make_encoder(tokenizer: Any) -> Encode:
@@ -95,6 +96,7 @@ def pack_rows(
                 take = min(length - filled, len(ids) - done)
                 row.input_ids[filled : filled + take] = ids[done : done + take]
                 row.loss_mask[filled : filled + take] = mask[done : done + take]
+                row = weighed(row, slice(filled, filled + take), document.weight)
                 if not filled or passed + done == 0:
                     row.loss_mask[filled] = 0
                     row.doc_starts[filled] = True
@@ -130,6 +132,15 @@ def draw_rows(packed: Iterable[PackedRow], count: int, read: int, seed: int) -> 
             place = len(kept) if len(kept) < count else draw.randrange(seen)
             kept[place : place + 1] = [row] if place < count else kept[place : place + 1]
     return kept, taken
+
+
+def weighed(row: PackedRow, place: slice, weight: float) -> PackedRow:
+    """Return a row with the weight of a document at its tokens."""
+    if weight == 1 and row.weights is None:
+        return row
+    row = row if row.weights is not None else row._replace(weights=np.ones(len(row.input_ids), np.float32))
+    row.weights[place] = weight  # type: ignore[index]
+    return row
 
 
 def empty_row(length: int) -> PackedRow:
@@ -192,6 +203,8 @@ class TextDataset(ShuffledRows):
         self._ids_NL = np.stack([row.input_ids for row in taken])
         self._documents_NL = np.stack([np.cumsum(row.doc_starts, dtype=np.int32) - 1 for row in taken])
         self._mask_NL = np.stack([row.loss_mask[1:] > 0 for row in taken])
+        weights = [np.ones(len(row.input_ids), np.float32) if row.weights is None else row.weights for row in taken]
+        self._weights_NL = np.stack(weights)[:, 1:] if any(row.weights is not None for row in taken) else None
 
     def __len__(self) -> int:
         return len(self._ids_NL)
@@ -201,7 +214,8 @@ class TextDataset(ShuffledRows):
         at = np.maximum(np.asarray(indices, np.int64), 0)
         there = np.asarray(indices)[:, None] >= 0
         ids_BL, documents_BL, mask_BL = self._ids_NL[at], self._documents_NL[at], self._mask_NL[at] & there
-        return {"input_ids": ids_BL, "document_ids": documents_BL, "target_mask": mask_BL}
+        batch = {"input_ids": ids_BL, "document_ids": documents_BL, "target_mask": mask_BL}
+        return batch if self._weights_NL is None else batch | {"weights": self._weights_NL[at]}
 
 
 # What counts as a target under each objective that needs no teacher.

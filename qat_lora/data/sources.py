@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from qat_lora.config import HELP, common, option
 from qat_lora.data import file_rows as parsed
 from qat_lora.data.file_rows import ROW_SUFFIXES, Row, as_row, file_rows, lines_of, open_text, reading, well_formed
-from qat_lora.data.layouts import CHATS, Format, articles, layout_of, starts_with_title, text_of, tokens_of
+from qat_lora.data.layouts import CHATS, Format, articles, layout_of, starts_with_title, text_of, tokens_of, weight_of
 from qat_lora.data.tokenize import WINDOW_CHARS, slices
 from qat_lora.errors import MissingExtraError, QatLoraError, TextError, one_line
 from qat_lora.extras import URL_EXTRAS, require
@@ -67,6 +67,7 @@ class Document(NamedTuple):
     messages: list[dict[str, str]] | None
     name: str  # where it comes from, for people
     tokens: tuple[list[int], int] | None = None  # of a text that a model wrote: its ids, how many are the prompt's
+    weight: float = 1.0  # of its tokens in a loss
 
     @property
     def is_blank(self) -> bool:
@@ -87,6 +88,7 @@ class TextConfig:
     dataset_revision: str | None = option(None, "branch, tag or commit of the Hugging Face dataset")
     split: str = option("train", "split of the Hugging Face dataset; files have none")
     text_field: str = option("text", "field of a row that holds its text")
+    weight_field: str | None = option(None, "field of a row that holds its weight in the loss; default: all weigh 1")
     format: Format = option("auto", HELP["format"])
     glob: tuple[str, ...] = option(
         ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.jsonl", "**/*.parquet"), HELP["glob"]
@@ -183,6 +185,7 @@ def describe_source(config: TextConfig, dealt: Sequence[Unit] | None = None) -> 
     names and sizes, since no builder reads all of it. Raises as `open_documents` does.
     """
     layout = {"format": config.format, "text_field": config.text_field}
+    layout |= {"weight_field": config.weight_field} if config.weight_field else {}
     path = None if dealt else _local_path(config)
     described: dict[str, Any]
     if dealt:
@@ -288,8 +291,9 @@ def _file_loads(config: TextConfig, name: str, path: Path, group: int | None = N
     name = well_formed(name)
     if path.suffix.lower() in ROW_SUFFIXES:
         return _row_loads(name, lambda _: file_rows(name, path, group), config)
-    if config.format in CHATS:
-        raise TextError(f"format: {config.format} needs rows ({', '.join(ROW_SUFFIXES)}), and {name} is plain text")
+    needs = f"format: {config.format}" if config.format in CHATS else "weight_field:" if config.weight_field else ""
+    if needs:
+        raise TextError(f"{needs} needs rows ({', '.join(ROW_SUFFIXES)}), and {name} is plain text")
     if config.format == "wikitext" or (config.format == "auto" and starts_with_title(TextFile(name, path))):
         return _article_loads(name, lines_of(name, path))
     return iter([partial(_plain_document, name, path)])
@@ -342,7 +346,9 @@ def _dataset_loads(dataset: Any, config: TextConfig, start: int) -> Iterator[_Lo
 def _row_loads(name: str, rows: Callable[[int], Iterator[Row]], config: TextConfig, start: int = 0) -> Iterator[_Load]:
     """Return the documents from `start` on: the rows from a number on, or the articles of which they are the lines."""
     if not _is_articles(rows(0), config):
-        return (partial(_row_document, row, config) for row in rows(start))
+        return (partial(_weighed_document, row, config) for row in rows(start))
+    if config.weight_field:
+        raise TextError(f"weight_field: rows of {name} are lines of articles, which have no weights; leave it out")
     lines = (line for row in rows(0) for line in text_of(row, config.text_field).removesuffix("\n").split("\n"))
     return itertools.islice(_article_loads(name, lines), start, None)
 
@@ -354,6 +360,11 @@ def _is_articles(rows: Iterable[Row], config: TextConfig) -> bool:
     found = (_row_document(row, config) for row in rows)
     first = next((document for document in found if not document.is_blank), None)
     return first is not None and first.text is not None and starts_with_title(first.parts())
+
+
+def _weighed_document(row: Row, config: TextConfig) -> Document:
+    document = _row_document(row, config)
+    return document._replace(weight=weight_of(row, config.weight_field)) if config.weight_field else document
 
 
 def _row_document(row: Row, config: TextConfig) -> Document:

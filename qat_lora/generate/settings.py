@@ -33,6 +33,7 @@ class CacheGenerateOptions(CacheBuildOptions):
     """`qat-lora cache generate`; its `--dataset` holds the prompts."""
 
     write: WriteConfig = option(WriteConfig, "texts that a model writes; --dataset holds prompts for it")
+    text: TextConfig = option(TextConfig, "the prompts", without=("weight_field",))
     run: RunConfig = option(RunConfig, "run", without=("chips",))
 
     def __post_init__(self) -> None:

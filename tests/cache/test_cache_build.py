@@ -23,6 +23,7 @@ class Row(NamedTuple):
     loss_mask: np.ndarray
     doc_starts: np.ndarray
     cursor: dict
+    weights: np.ndarray | None = None
 
 
 class Teacher:

@@ -18,7 +18,8 @@ from qat_lora.errors import MissingExtraError, TextError
 
 
 def read(path, start=0, **settings):
-    return list(open_documents(TextConfig(dataset=str(path), **settings), start))
+    documents = open_documents(TextConfig(dataset=str(path), **settings), start)
+    return [document[:4] for document in documents]  # all but the weight
 
 
 def texts(path, **settings):
@@ -274,6 +275,17 @@ def test_python_sources_in_an_old_encoding_are_read(tmp_path):
     [
         ("a.jsonl", '{"content": "x", "id": 1}', {}, r"^text_field: .*no field 'text'; fields there: content, id"),
         ("a.jsonl", '{"text": ["x"]}', {}, "text_field: a.jsonl:1: field 'text' holds list"),
+        (
+            "a.jsonl",
+            '{"text": "x"}',
+            {"weight_field": "w"},
+            "weight_field: a.jsonl:1: w is None; allowed: a number from 0",
+        ),
+        ("a.jsonl", '{"text": "x", "w": -1}', {"weight_field": "w"}, "weight_field: a.jsonl:1: w is -1"),
+        ("a.jsonl", '{"text": "x", "w": NaN}', {"weight_field": "w"}, "weight_field: a.jsonl:1: w is nan"),
+        ("a.jsonl", '{"text": "x", "w": true}', {"weight_field": "w"}, "weight_field: a.jsonl:1: w is True"),
+        ("a.txt", "x", {"weight_field": "w"}, "weight_field: needs rows .*, and a.txt is plain text"),
+        ("a.jsonl", '{"text": " = A = ", "w": 1}', {"weight_field": "w", "format": "wikitext"}, "lines of articles"),
         ("a.jsonl", "[1]", {}, "a.jsonl:1 holds list; a row is an object"),
         ("a.json", "[1]", {}, r"a.json\[0\] holds int"),
         ("a.json", "[{]", {}, r"a.json\[0\] is not JSON"),

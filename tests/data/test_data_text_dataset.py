@@ -57,6 +57,27 @@ def test_every_row_once_an_epoch_in_the_order_of_a_cache(replicas, accumulation)
     assert sorted(permuted(np.arange(len(data)), len(data), 5, 1)) == list(range(len(data)))
 
 
+def test_documents_weigh_what_they_say():
+    given = [document._replace(weight=1.0 if i % 3 else 0.25 * i) for i, document in enumerate(documents(9))]
+    rows = list(pack_rows(given, encode, LENGTH))
+    letters = np.concatenate([np.full(len(document.text), document.weight) for document in given])
+    flat = np.concatenate([np.ones(LENGTH) if row.weights is None else row.weights for row in rows])
+    assert np.array_equal(flat[: len(letters)], letters) and rows[0].weights is not None
+    batch = TextDataset(rows).rows([2, 0, -1])
+    assert (
+        np.array_equal(batch["weights"][:2], flat.reshape(-1, LENGTH)[[2, 0], 1:])
+        and batch["weights"].dtype == np.float32
+    )
+    again = list(
+        pack_rows(given[rows[1].cursor["document"] :], encode, LENGTH, rows[1].cursor)
+    )  # goes on in the middle
+    for ours, theirs in zip(rows[2:], again, strict=True):
+        assert np.array_equal(ours.input_ids, theirs.input_ids) and ours.cursor == theirs.cursor
+        assert (ours.weights is None) == (theirs.weights is None)
+        assert ours.weights is None or np.array_equal(ours.weights, theirs.weights)
+    assert "weights" not in TextDataset(packed()).rows([0]) and packed()[0].weights is None
+
+
 def test_a_replica_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="^replica: 2 of 2"):
         next(TextDataset(packed()).batches(0, 1, 2, 1, 0, 2, 2))

@@ -4,14 +4,18 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from toy_pipeline import cache_options, call, part, quantize_options, recover_options
 
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.storage.location import LocalFolder
+from qat_lora.cache.storage.store import verify_cache
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError, InterruptedRunError, OutputExistsError, TextError
 from qat_lora.layers.lora import LoraConfig
-from qat_lora.losses.objective import ObjectiveConfig
+from qat_lora.losses.objective import ObjectiveConfig, objective_loss
 from qat_lora.models.load import load_model
 from qat_lora.options import RecoverOptions
 from qat_lora.setup.training import cache_training_data, text_training_data
@@ -194,3 +198,59 @@ def test_two_trainers_on_one_folder(tiny, tmp_path):
             call("recover", options)
     assert len(refusals) == 1
     assert json.loads((call("recover", options) / "result.json").read_text())["resumed_from"] == 1
+
+
+def test_documents_weigh_in_the_loss_what_a_field_says(tiny, tmp_path):
+    texts = [file.read_text(encoding="utf-8") for file in sorted(tiny.text.iterdir())]
+    lines = [line for line in "\n".join(texts).splitlines() if len(line) > 40][:160]
+    rows = [{"text": line, "w": (0.0, 0.5, 3.0)[i % 3]} for i, line in enumerate(lines)]
+    data = tmp_path / "text.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    text = TextConfig(dataset=str(data), weight_field="w")
+    whole = call("build_cache", cache_options(tiny, tmp_path / "whole", text=text, num_rows=24, shard_rows=8))
+    held = KDCacheDataset(whole).rows(range(24))
+    assert {*np.unique(held["weights"])} == {0.0, 0.5, 3.0}
+    same = call("build_cache", cache_options(tiny, tmp_path / "same", num_rows=24, text=TextConfig(dataset=str(data))))
+    plain = KDCacheDataset(same).rows(range(24))
+    assert "weights" not in plain and np.array_equal(plain["input_ids"], held["input_ids"])
+
+    # killed between two shards, it goes on to the same bytes
+    put, puts = LocalFolder.write_new, []
+
+    def killed(self, name, *arguments, **more):
+        puts.append(name)
+        if len(puts) == 6:
+            raise RuntimeError("killed")
+        return put(self, name, *arguments, **more)
+
+    again = cache_options(tiny, tmp_path / "again", text=text, num_rows=24, shard_rows=8)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr(LocalFolder, "write_new", killed)
+        call("build_cache", again)
+    call("build_cache", again)
+    for file in sorted(whole.iterdir()):
+        assert file.name == ".lock" or file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
+    assert verify_cache(whole)
+
+    # the loss is the mean over tokens by weight, for a teacher's rows and for a text's own
+    model = load_model(str(tiny.teacher))
+    log_p = float64_log_probs(model, held)
+    batch = {name: torch.from_numpy(array) for name, array in held.items()}
+    labels, weights = held["input_ids"][:, 1:], held["weights"] * held["target_mask"]
+    with torch.no_grad():
+        hidden = model.hidden(batch["input_ids"], batch["document_ids"])
+        result = objective_loss(hidden, model.lm_head(), batch, ObjectiveConfig(kd_weight=0.0, ce_weight=1.0))
+    expected = -(weights * np.take_along_axis(log_p, labels[..., None].astype(int), -1)[..., 0]).sum() / weights.sum()
+    assert float(result.loss_sum / result.token_count) == pytest.approx(expected, rel=1e-4)
+    options = text_options(tiny.teacher, data, tmp_path / "none", "ce")
+    read = text_training_data(replace(options, text=text, eval_rows=0), model).rows
+    assert {*np.unique(read.rows(range(len(read)))["weights"])} == {0.0, 0.5, 1.0, 3.0}  # 1: padding
+
+
+def float64_log_probs(model, rows):
+    """Return log p [B, P, V] of every position, from the model's logits in float64."""
+    with torch.no_grad():
+        hidden = model.hidden(*(torch.from_numpy(rows[name]) for name in ("input_ids", "document_ids")))
+        logits = model.logits(hidden[:, :-1].flatten(0, 1)).double().numpy()
+    logits = logits.reshape(*rows["target_mask"].shape, -1)
+    return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)

@@ -153,25 +153,28 @@ def run_batch(
                 raise CacheError(f"{name}: a row has shape {values.shape}; this cache needs {shape[1:]}")
             array[place] = values
     inputs["documents"] = np.cumsum(inputs["doc_starts"], axis=1, dtype=np.int32)
+    documents_BP = np.ones((shape[0], shape[1] - 1), np.float32)  # the weights of their documents
+    for place, row in enumerate(rows):
+        documents_BP[place] = 1 if row.weights is None else row.weights[1:]
     if isinstance(teacher, ServedTeacher):
-        return {**inputs, **teacher.arrays(inputs, held)}
+        return {**inputs, **teacher.arrays(inputs, held), **({"weights": documents_BP} if held.weights else {})}
     ids_BL, documents_BL = (torch.from_numpy(inputs[name]).to(device) for name in ("input_ids", "documents"))
     uniforms = {}
     for name, size in held.id_lists.items():
         if name in DRAWN:
             numbers = row_uniforms(fingerprint.seed, name, rows, (*shape, size), bool(held.lzma))
             uniforms[DRAWN[name]] = torch.from_numpy(numbers).to(device)
-    if held.weights or held.entropy:
+    if held.entropy or settings.positions[0] == "entropy":
         uniforms["entropy"] = torch.zeros(shape[0], shape[1] - 1, 1)  # says that it is wanted
     arrays = fetched(teacher_arrays(teacher, ids_BL, documents_BL, held, uniforms, settings))
     entropy_BP, weights_BP = arrays.pop("entropy", None), inputs["loss_mask"][:, 1:] != 0
     if held.weights:
-        by, share = settings.positions
+        by, share = settings.positions if settings.positions[0] != "all" else ("all", 1.0)
         chosen = row_uniforms(fingerprint.seed, "weights", rows, (*shape, 1))[:, 0, 0, 0]
         weights_BP = position_weights(weights_BP, entropy_BP if by == "entropy" else None, share, chosen)
         for key in DRAWN.values() & arrays.keys():
             arrays[key] *= (weights_BP > 0)[..., None]  # no bytes for what counts nothing
-        arrays["weights"] = weights_BP
+        arrays["weights"] = weights_BP = weights_BP * documents_BP
     if held.entropy:
         means_B = (entropy_BP * weights_BP).sum(-1) / np.maximum(weights_BP.sum(-1), 1e-9)
         arrays["entropy"] = means_B[:, None].astype(np.float32)
