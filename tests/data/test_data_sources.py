@@ -18,8 +18,7 @@ from qat_lora.errors import MissingExtraError, TextError
 
 
 def read(path, start=0, **settings):
-    documents = open_documents(TextConfig(dataset=str(path), **settings), start)
-    return [document[:4] for document in documents]  # all but the weight
+    return list(open_documents(TextConfig(dataset=str(path), **settings), start))
 
 
 def texts(path, **settings):
@@ -52,7 +51,7 @@ def test_settings_are_flat_and_built_from_plain_values():
 
 def test_a_plain_file_is_one_document(tmp_path):
     put(tmp_path, a_txt="first\r\nsecond\rthird\n")
-    assert read(tmp_path / "a.txt") == [("first\nsecond\nthird\n", None, "a.txt", None)]
+    assert read(tmp_path / "a.txt") == [("first\nsecond\nthird\n", None, "a.txt", None, 1.0)]
 
 
 def test_bytes_that_are_not_utf8_are_replaced_and_a_mark_at_the_start_is_dropped(tmp_path):
