@@ -265,12 +265,9 @@ def plot_report(report: Mapping[str, Any], out: Path, *more: Panel) -> None:
     bars = partial(_bars, models=models, colours=colours)
     panels: list[Panel] = [partial(bars, names=list(models), figure="ppl", title="Perplexity")]
     if students:
-        same = partial(bars, names=students, figure="top1", title="Same likeliest token as the teacher")
-        panels = [
-            partial(bars, names=students, figure="kl", title="KL to the teacher, nats a token"),
-            *panels,
-            same,
-        ]
+        kl = partial(bars, names=students, figure="kl", title="KL to the teacher, nats a token")
+        top1 = partial(bars, names=students, figure="top1", title="Same likeliest token as the teacher")
+        panels = [kl, *panels, top1]
     panels.append(partial(_calibration, bins=report["calibration"], models=models, colours=colours))
     if students and len(domains) > 1:
         by_text = partial(_by_text, domains=domains, names=students, colours=colours)

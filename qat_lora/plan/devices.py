@@ -7,7 +7,10 @@ are on-demand list prices of mid-2025 (Google Cloud for TPUs, typical GPU clouds
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
+
+import yaml
 
 from qat_lora.errors import ConfigError
 
@@ -29,17 +32,8 @@ class Device:
     chips: int = 1
 
 
-KNOWN = {
-    "v5e": Device("v5e", "tpu", 16, 197, 819, 1.20),
-    "v5p": Device("v5p", "tpu", 95, 459, 2765, 4.20),
-    "v6e": Device("v6e", "tpu", 32, 918, 1640, 2.70),
-    "t4": Device("t4", "cuda", 16, 8.1, 320, 0.35),
-    "l4": Device("l4", "cuda", 24, 121, 300, 0.70, 0.5),
-    "a100": Device("a100", "cuda", 80, 312, 2039, 2.00, 0.5),
-    "h100": Device("h100", "cuda", 80, 989, 3350, 3.00, 0.5),
-    "h200": Device("h200", "cuda", 141, 989, 4800, 3.80, 0.5),
-    "laptop": Device("laptop", "cpu", 16, 0.5, 50, 0.0),  # eight cores at about 60 GFLOP/s each, in float32
-}
+_TABLE = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text(encoding="utf-8"))
+KNOWN = {name: Device(name, **figures) for name, figures in _TABLE.items()}
 DEFAULT = ("v5e-1", "v6e-1", "v6e-4", "h100", "h200", "laptop")
 
 
