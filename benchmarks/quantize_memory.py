@@ -34,11 +34,11 @@ from qat_lora.models.load import make_qwen3, make_tokenizer
 TEXT = "def quantise(weight, bits):\n    return round(weight * 2 ** bits) / 2 ** bits\n"
 
 
-def make(folder: Path, layers: int, hidden: int) -> int:
+def make(folder: Path, layers: int, hidden: int, mlp: int | None = None) -> int:
     """Write a random bfloat16 model in shards; return its bytes."""
     make_tokenizer([TEXT] * 50, 320, folder)
     torch.manual_seed(0)
-    model = make_qwen3(folder, 320, hidden=hidden, layers=layers, heads=8, kv_heads=4, mlp=3 * hidden)
+    model = make_qwen3(folder, 320, hidden=hidden, layers=layers, heads=8, kv_heads=4, mlp=mlp or 3 * hidden)
     model.module.to(torch.bfloat16).save_pretrained(folder, max_shard_size="100MB")
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 

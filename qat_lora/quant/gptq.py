@@ -5,7 +5,7 @@ column, pushes each column's error onto those not yet rounded, along the inverse
 column. `descend` sweeps over the columns and gives each the nearest code to its optimum given all others, and
 `refit_scales` solves for the scales given the codes; neither raises the error, so they may alternate, which takes an
 eighth off GPTQ's at 2 bits. K-quants' scales have two levels, all on grids and too many to solve for: `refit_parts`
-goes through them, scale and minimum together. All work from the slope E H, in float32; inverting H needs float64.
+goes through them, scale and minimum together. All work from the slope E H, in float32; factors of H are summed in float64.
 
 A column is too little work for an accelerator, so layers of one shape are solved together: their rows R one under the
 other, each layer L with its own H. The loops are `runtime.loop`'s, and stay loops where programs are compiled.
@@ -25,9 +25,10 @@ from torch import Tensor
 from qat_lora.quant.codes import decode, encode
 from qat_lora.quant.scales import TINY, stored
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.runtime.loop import Number, Tensors, factorised, loop, part, rest, solver_dtype, unchanged, whole_parts
+from qat_lora.runtime.loop import Number, Tensors, factorised, loop, part, rest, unchanged, whole_parts
 
 DAMPING = 0.01  # added to the second moment's diagonal, as a share of its mean: GPTQ's own default
+GRAM = 2**23  # numbers of the matrices of scales' equations that a host holds at a time
 BLOCK = 64  # columns handled before their joint effect is pushed on: fewer, larger matrix products
 
 
@@ -35,13 +36,14 @@ class Curvature:
     """The damped second moments of layers' inputs and their factors, computed once: turns of fitting share them."""
 
     def __init__(self, second_moment: Tensor) -> None:
-        """Take one layer's [I, I], or those of layers that are solved together, [L, I, I]."""
+        """Take one layer's [I, I], or those of layers that are solved together, [L, I, I]; all keep their type."""
         self.second_moment_LII = second_moment.reshape(-1, *second_moment.shape[-2:])
+        self.diagonal_LI = self.second_moment_LII.diagonal(dim1=1, dim2=2).clone()
 
     @functools.cached_property
     def damped_LII(self) -> Tensor:
-        """The second moments, damped, in the type that solvers carry errors in."""
-        return damped(self.second_moment_LII).to(solver_dtype(self.second_moment_LII.device))
+        """The second moments, damped."""
+        return damped(self.second_moment_LII)
 
     @functools.cached_property
     def narrow_LII(self) -> Tensor:
@@ -50,23 +52,57 @@ class Curvature:
 
     @functools.cached_property
     def inverse_root_LII(self) -> Tensor:
-        """Upper triangular R with H⁻¹ = Rᵀ R, in that type, found in float64."""
-        return factorised(_inverse_root, self.second_moment_LII).to(self.damped_LII.dtype)
+        """Upper triangular R with H⁻¹ = Rᵀ R."""
+        return factorised(_inverse_root, self.second_moment_LII)
+
+    def damp(self) -> None:
+        """Let go of the second moments, for the damped ones: all that solvers read once `inverse_root_LII` is found."""
+        self.second_moment_LII = self.damped_LII
 
 
 def _inverse_root(second_moment_LII: Tensor) -> Tensor:
-    """Return R, float64: R⁻¹ is the Cholesky factor of damped H, columns counted from the last; H is not inverted."""
-    backwards = torch.linalg.cholesky(damped(second_moment_LII).flip(1, 2)).flip(1, 2)
-    eye = torch.eye(backwards.shape[1], dtype=backwards.dtype, device=backwards.device)
-    return torch.linalg.solve_triangular(backwards, eye.expand_as(backwards), upper=True)
+    """Return R: R⁻¹ is the Cholesky factor of damped H, columns counted from the last; H is not inverted."""
+    backwards = damped(second_moment_LII.flip(1, 2))
+    for moment_II in backwards:
+        invert(cholesky(moment_II))
+    return backwards.flip(1, 2)
 
 
 def damped(second_moment: Tensor) -> Tensor:
-    """Return second moments [.., I, I] in float64 with a share of their mean on the diagonal."""
-    moment = second_moment.double().clone()
+    """Return second moments [.., I, I] with a share of their mean on the diagonal."""
+    moment = second_moment.clone()
     diagonal = moment.diagonal(dim1=-2, dim2=-1)
-    diagonal.add_(DAMPING * diagonal.mean(-1, keepdim=True).clamp_min(1e-12))
+    wide = diagonal.double()
+    diagonal.copy_(wide + DAMPING * wide.mean(-1, keepdim=True).clamp_min(1e-12))
     return moment
+
+
+PANEL = 256  # columns of a factor that are in float64 at a time
+
+
+def cholesky(moment_II: Tensor) -> Tensor:
+    """Overwrite a matrix with its lower Cholesky factor and return it; LinAlgError: it is not positive definite.
+
+    Sums are float64 whatever type the factor is stored in, so float32 costs no more than the rounding of the matrix.
+    """
+    for at in range(0, len(moment_II), PANEL):
+        known = moment_II[at : at + PANEL, :at].double()
+        rows = moment_II[at:].split(PANEL)
+        panel = torch.cat([row[:, at : at + PANEL].double() - row[:, :at].double() @ known.mT for row in rows])
+        own = torch.linalg.cholesky(panel[:PANEL])
+        moment_II[at:, at : at + PANEL] = torch.linalg.solve_triangular(own.mT, panel, upper=True, left=False)
+    return moment_II.tril_()
+
+
+def invert(lower_II: Tensor) -> None:
+    """Overwrite a lower triangular matrix with its inverse, in float64 by parts."""
+    for at in reversed(range(0, len(lower_II), PANEL)):
+        own, end = lower_II[at : at + PANEL, at : at + PANEL], min(at + PANEL, len(lower_II))
+        inverse = torch.linalg.solve_triangular(own.double(), torch.eye(len(own)).to(own.double()), upper=False)
+        below, beyond = lower_II[end:, at:end].double() @ inverse, lower_II[end:, end:].split(PANEL)
+        for place, row in zip(lower_II[end:, at:end].split(PANEL), beyond, strict=True):
+            place.copy_(row.double() @ below).neg_()
+        own.copy_(inverse)
 
 
 class Grid(NamedTuple):
@@ -238,6 +274,11 @@ def refit_scales(
     columns = slope_RI.shape[1]
     size = spec.group_size or columns
     groups = -(-columns // size)
+    most = max(1, GRAM // groups**2)
+    if most < len(slope_RI) and len(damped_LII) == 1 and slope_RI.device.type == "cpu":
+        rows = zip(*(x.split(most) for x in (slope_RI, codes_RI, scale, *grid.parts())), strict=True)
+        parts = [refit_scales(slope, damped_LII, grid.of(own), codes, now, spec) for slope, codes, now, *own in rows]
+        return torch.cat(parts)
 
     def gram_row(number: Number, carry: Tensors, _: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
         q_RI, damped_LII = constants
@@ -302,8 +343,8 @@ def _fitted(rows_GRG: Tensor, right_RG: Tensor, scale: Tensor, spec: QuantSpec) 
     if spec.sharing == "tensor":
         gram, right = gram.sum(0, keepdim=True), right.sum(0, keepdim=True)
     ridge = 1e-9 * gram.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(1e-30)  # a group of zero codes has no scale
-    eye = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
-    wanted = scale.double() + torch.linalg.solve(gram + ridge[:, None, None] * eye, right)
+    lifted = gram + torch.diag_embed(ridge[:, None].expand(right.shape))
+    wanted = scale.double() + torch.linalg.solve(lifted, right)
     found = stored(wanted if spec.signed else wanted.clamp_min(TINY))
     fitted = torch.where(torch.isfinite(found), found, scale.double()).to(scale.dtype)
     change = (fitted - scale).double()

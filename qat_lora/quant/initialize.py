@@ -178,7 +178,7 @@ def _refitted(now: QuantizedWeight, spec: QuantSpec, level: str, slope: Tensor, 
 
 def _importance(curvature: Curvature, weight_RI: Tensor) -> Tensor:
     """Return the mean square of every weight's input, or what broadcasts to it, float32."""
-    importance_LI = curvature.second_moment_LII.diagonal(dim1=1, dim2=2).float()
+    importance_LI = curvature.diagonal_LI.float()
     layers = len(importance_LI)
     return importance_LI if layers == 1 else importance_LI.repeat_interleave(len(weight_RI) // layers, 0)
 

@@ -76,11 +76,6 @@ def unchanged(now: Tensor, before: Tensor) -> bool:
     return not is_xla_device(now) and torch.equal(now, before)
 
 
-def solver_dtype(device: torch.device) -> torch.dtype:
-    """Return the type in which errors are carried from column to column: float64 where chips have it."""
-    return torch.float32 if is_xla_device(device) else torch.float64
-
-
 def factorised(solve: Callable[..., Tensor], *given: Tensor) -> Tensor:
     """Return what a function of dense linear algebra makes of tensors, computed on the host for XLA's."""
     if not is_xla_device(given[0]):

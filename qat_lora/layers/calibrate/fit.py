@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.layers.lora import Factors
-from qat_lora.quant.gptq import Curvature
+from qat_lora.quant.gptq import PANEL, Curvature, cholesky
 from qat_lora.quant.initialize import (
     COMPENSATED,
     ROUNDS,
@@ -60,23 +60,25 @@ class Fit(NamedTuple):
 
 
 class _Root(NamedTuple):
-    """A root L of a metric, L Lᵀ, float64: lower triangular, or [n] where it is diagonal."""
+    """A root L of a metric, L Lᵀ, of the metric's type: lower triangular, or [n] where it is diagonal."""
 
     factor: Tensor
 
     @classmethod
     def of(cls, moment: Tensor, floor: float) -> _Root:
         """Return the root of a second moment, given whole or by its diagonal."""
-        moment = moment.double()
-        diagonal = moment if moment.dim() == 1 else moment.diagonal()
+        diagonal = moment.double() if moment.dim() == 1 else moment.diagonal().double()
         lift = floor * diagonal.mean().clamp_min(1e-12)
         if moment.dim() == 1:
-            return cls((moment + lift).sqrt())
-        factor, failed = torch.linalg.cholesky_ex(moment + lift * torch.eye(len(moment)).to(moment))
-        if int(failed):  # float32 sums of few, huge features have eigenvalues below zero by more than the lift
-            values, basis = torch.linalg.eigh(moment)
-            factor = torch.linalg.qr(((values.clamp_min(0) + lift).sqrt() * basis).T).R.T
-        return cls(factor)
+            return cls((diagonal + lift).sqrt())
+        factor = moment.clone()
+        factor.diagonal().copy_(diagonal + lift)
+        try:
+            return cls(cholesky(factor))
+        except torch.linalg.LinAlgError:
+            del factor  # float32 sums of few, huge features have eigenvalues below zero by more than the lift
+        values, basis = torch.linalg.eigh(moment.double())
+        return cls(torch.linalg.qr(((values.clamp_min(0) + lift).sqrt() * basis).T).R.T.to(moment.dtype))
 
     @classmethod
     def plain(cls, size: int, like: Tensor) -> _Root:
@@ -89,19 +91,22 @@ class _Root(NamedTuple):
         return rows * factor if factor.dim() == 1 else rows @ factor
 
     def over(self, rows: Tensor) -> Tensor:
-        """Return X L⁻¹ for X [.., n], float64."""
+        """Return X L⁻¹ for X [.., n], of the root's type."""
+        rows = rows.to(self.factor.dtype)
         if self.factor.dim() == 1:
-            return rows.double() / self.factor
-        return torch.linalg.solve_triangular(self.factor, rows.double(), upper=False, left=False)
+            return rows / self.factor
+        return torch.linalg.solve_triangular(self.factor, rows, upper=False, left=False)
 
     def beyond(self, columns: Tensor | None = None) -> Tensor:
         """Return the metric [n, n] of a whole root, float32; all but nothing of it in the span of columns [n, r]."""
-        left = self.factor
+        left, lift = self.factor, 0.0
         if columns is not None:
-            spanned = torch.linalg.qr(left.T @ columns.double()).Q
-            lift = left.diagonal().square().mean().sqrt() * SPAN_FLOOR**0.5
-            left = torch.cat([left - left @ spanned @ spanned.T, lift * torch.eye(len(left)).to(left)], 1)
-        return (left @ left.T).float()
+            spanned = torch.linalg.qr(left.T @ columns.to(left.dtype)).Q
+            lift = float(left.diagonal().square().mean()) * SPAN_FLOOR
+            left = left - left @ spanned @ spanned.T
+        metric = (left @ left.T).float()
+        metric.diagonal().add_(lift)
+        return metric
 
 
 class Metric(NamedTuple):
@@ -129,14 +134,18 @@ class Metric(NamedTuple):
         half = s.sqrt()
         a = self.inputs.over((v * half).T)
         b = self.outputs.over((u * half).T).T
-        whole, corrected = (float(part.double().square().sum()) for part in (weighed, s[:joint_rank]))
-        return Factors(a.float(), b.float()), whole - corrected
+        return Factors(a.float(), b.float()), float(_squares(weighed) - _squares(s[:joint_rank]))
 
     def costs(self, error_OI: Tensor, most: int) -> Tensor:
         """Return what an error costs after its best corrections of ranks 0 to `most`, float64 [most + 1]."""
         weighed = self.weigh(error_OI)
         closed = _leading(weighed, most)[1].double().square().cumsum(0)
-        return (weighed.double().square().sum() - nn.functional.pad(closed, (1, 0))).clamp_min(0)
+        return (_squares(weighed) - nn.functional.pad(closed, (1, 0))).clamp_min(0)
+
+
+def _squares(x: Tensor) -> Tensor:
+    """Return the sum of all squares, in float64 part by part."""
+    return torch.stack([part.double().square().sum() for part in x.split(PANEL)]).sum()
 
 
 def _leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
