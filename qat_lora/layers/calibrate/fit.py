@@ -174,25 +174,33 @@ def fit_layers(
     weights_OI: Sequence[Tensor],
     spec: QuantSpec,
     settings: FitSettings,
-    second_moments_II: Sequence[Tensor | None],
+    second_moments_II: list[Tensor | None],
     outputs_OO: Sequence[Tensor | None],
 ) -> list[Fit]:
     """Quantise layers of one shape and find their adapter starts; several only where they may go `together`.
 
-    Given are the second moments of their inputs, and the Fisher information of their outputs, whole or [O].
-    ConfigError: what `quantize_weight` refuses.
+    Given are the second moments of their inputs, a list that is emptied as they are the largest matrices here, and the
+    Fisher information of their outputs, whole or [O]. ConfigError: what `quantize_weight` refuses.
     """
     start_rank, joint_rank = (min(rank, *weights_OI[0].shape) for rank in settings[1:3])
     weights, known = [weight.float() for weight in weights_OI], [m for m in second_moments_II if m is not None]
     curvature = None
     if len(known) == len(weights):  # else the method says what it lacks
         curvature = Curvature((known[0] if len(known) == 1 else torch.stack(known)).to(settings.device))
+    if curvature is not None and settings.method in COMPENSATED:
+        _ = curvature.inverse_root_LII  # first: what else is large comes after what finding it takes
     solver = _Solver(spec, settings, curvature)
     if not (start_rank or settings.method == "descent"):
         return [Fit(quantised, None) for quantised in solver.quantised(weights)]
     outputs = [None if given is None else given.to(weights[0].device) for given in outputs_OO]
     metrics = [Metric.of(*given) for given in zip(weights, second_moments_II, outputs, strict=True)]
+    second_moments_II.clear()
+    known.clear()
+    if curvature is not None and settings.method in COMPENSATED:
+        curvature.damp()
     found = solver.with_adapter(weights, metrics, joint_rank) if joint_rank else solver.quantised(weights)
+    if curvature is not None:
+        vars(curvature).pop("inverse_root_LII", None)  # no start follows
     found = solver.two_sided(weights, metrics, found, joint_rank)
     if not start_rank:
         return [Fit(quantised, None) for quantised in found]

@@ -31,7 +31,7 @@ from qat_lora.layers.convert import block_of
 from qat_lora.layers.experts import Experts, siblings_of, tokens_of
 from qat_lora.layers.lora import Factors
 from qat_lora.layers.quant_linear import embedding_of
-from qat_lora.quant.gptq import damped
+from qat_lora.quant.gptq import PANEL, cholesky, damped
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of one block's forward after the hidden states, which come first."""
@@ -56,7 +56,7 @@ def quantize_sequential(
         if any(args for of_block in calls for args, _ in of_block):
             why = "its blocks are not called with hidden states alone and named arguments"
             raise ModelError(f"model: {why}, so it cannot be calibrated in order; give --calibrate-on teacher")
-        student = exact
+        student = [*exact]
     for name in tied:  # first: the embedding's rows are what the first block gets
         _quantize_lm_head(fitter, name, batches, forward)
         student = capture_calls(stack, batches, forward)[0]
@@ -65,8 +65,9 @@ def quantize_sequential(
         found = fitter.finish(name, functools.partial(block.fit, exact, student))
         for layer, finished in found.items():
             block.correct(layer, finished)
-        student = [run_block(block.student, states, call) for states, call in zip(student, calls[i], strict=True)]
-        exact = [run_block(block.reference, states, call) for states, call in zip(exact, calls[i], strict=True)]
+        for states, run in ((student, block.student), (exact, block.reference)):
+            for j, call in enumerate(calls[i]):  # in place: a second list of them would be half as much again
+                states[j] = run_block(run, states[j], call)
         adapter_init |= fitter.put(name, found)
         calls[i].clear()
     for name in outside:  # an untied LM head gets what the quantised model puts out
@@ -124,11 +125,14 @@ class _Block:
             for path in paths:
                 if (name := f"{self.name}.{path}") not in moments:
                     moments[name] = (alike := self.fitter.stand_in(name, seen)), alike  # so it aims at its own weight
+            del seen
             for names in self.fitter.groups(moments):
-                given = [moments[name] for name in names]
+                pairs = [moments.pop(name) for name in names]
                 weights = [self.fitter.linear(name).weight.data for name in names]
-                wanted = [aimed_weight(weight, *pair) for weight, pair in zip(weights, given, strict=True)]
-                found |= self.fitter.fit(names, [moment for moment, _ in given], wanted)
+                wanted = [aimed_weight(weight, *pair) for weight, pair in zip(weights, pairs, strict=True)]
+                given: list[Tensor | None] = [moment for moment, _ in pairs]
+                del pairs
+                found |= self.fitter.fit(names, given, wanted)
                 for name in names:
                     self.correct(name, found[name])
         return found
@@ -173,12 +177,15 @@ class _Block:
                 x, y, name = xs[source], ys[source], f"{self.name}.{path}"
                 seen = tokens_of(self.reference, path)
                 counts = y.new_ones(len(y)) if costs is None else costs[name].weights(i, seen)
-                weighted = y * counts[:, None]
-                parts = [weighted.T @ y, x.T @ weighted, counts.sum()]
-                sums[name] = [a + b for a, b in zip(sums[name], parts, strict=True)] if name in sums else parts
+                weighted, size = y * counts[:, None], y.shape[1]
+                if name not in sums:
+                    sums[name] = [y.new_zeros(size, size), y.new_zeros(size, size), y.new_zeros(())]
+                sums[name][0].addmm_(weighted.T, y)
+                sums[name][1].addmm_(x.T, weighted)
+                sums[name][2] += counts.sum()
                 reached[name] = reached.get(name, 0) + len(y)
         enough = [name for name in sums if reached[name] >= FEWEST_TOKENS or not siblings_of(name)]
-        return {name: (sums[name][0] / sums[name][2], sums[name][1] / sums[name][2]) for name in enough}
+        return {name: (sums[name][0].div_(sums[name][2]), sums[name][1].div_(sums[name][2])) for name in enough}
 
 
 def _mixture_stage(path: str) -> tuple[str, bool] | None:
@@ -224,9 +231,12 @@ def _inputs_of(
 
 def aimed_weight(weight_OI: Tensor, moment_II: Tensor, cross_II: Tensor) -> Tensor:
     """Return W* = W + W (E[x yᵀ] - E[y yᵀ]) E[y yᵀ]⁻¹, from E[y yᵀ], damped where it is inverted, and E[x yᵀ]."""
-    weight = weight_OI.double()
-    change = weight @ (cross_II.double() - moment_II.double())
-    return (weight + torch.linalg.solve(damped(moment_II), change, left=False)).float()
+    weight = weight_OI.to(moment_II.dtype)
+    change, factor = weight @ (cross_II - moment_II), cholesky(damped(moment_II))
+    for rows in change.split(PANEL):
+        half = torch.linalg.solve_triangular(factor.mT, rows, upper=True, left=False)
+        rows.copy_(torch.linalg.solve_triangular(factor, half, upper=False, left=False))
+    return change.add_(weight).float()
 
 
 def capture_calls(
