@@ -5,7 +5,7 @@ column, pushes each column's error onto those not yet rounded, along the inverse
 column. `descend` sweeps over the columns and gives each the nearest code to its optimum given all others, and
 `refit_scales` solves for the scales given the codes; neither raises the error, so they may alternate, which takes an
 eighth off GPTQ's at 2 bits. K-quants' scales have two levels, all on grids and too many to solve for: `refit_parts`
-goes through them, scale and minimum together. All work from the slope E H, in float32; H's factors are summed in float64.
+goes through them, scale and minimum together. All work from the slope E H, in float32; factors are summed in float64.
 
 A column is too little work for an accelerator, so layers of one shape are solved together: their rows R one under the
 other, each layer L with its own H. The loops are `runtime.loop`'s, and stay loops where programs are compiled.
@@ -28,7 +28,7 @@ from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.loop import Number, Tensors, factorised, loop, part, rest, unchanged, whole_parts
 
 DAMPING = 0.01  # added to the second moment's diagonal, as a share of its mean: GPTQ's own default
-GRAM = 2**23  # numbers of the matrices of scales' equations that a host holds at a time
+GRAM = 2**21  # numbers of the matrices of scales' equations that a host holds at a time
 BLOCK = 64  # columns handled before their joint effect is pushed on: fewer, larger matrix products
 
 
