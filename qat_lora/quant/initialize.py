@@ -44,6 +44,7 @@ METHODS: tuple[str, ...] = get_args(Method)
 COMPENSATED = ("gptq", "descent")
 NEED_TEXT = ("awq", *COMPENSATED)
 LARGEST = 32_000.0  # weight whose scale fits float16 with every code book and scale search
+PART = 2**22  # weights that a host solves for at a time: what a layer takes beside its curvature is some times as much
 ROUNDS, SWEEPS = 3, 2  # of scale refits, and of descent after each
 
 
@@ -143,6 +144,9 @@ def refine(
     weight_RI: Tensor, spec: QuantSpec, start: QuantizedWeight, curvature: Curvature, rounds: int = ROUNDS
 ) -> QuantizedWeight:
     """Return a start after rounds of refitted scales and descent; output errors never rise, low-rank scales stay."""
+    if (parts := _parts(weight_RI, spec, curvature)) > 1:
+        pairs = zip(weight_RI.chunk(parts), start.split(parts), strict=True)
+        return QuantizedWeight.joined([refine(weight, spec, own, curvature, rounds) for weight, own in pairs])
     weight, moment, now = weight_RI.float(), curvature.narrow_LII, start
     grid = now.grid(spec, torch.float32)
     slope = slope_of(weight, grid.dense(now.codes_OI), moment)
@@ -155,6 +159,12 @@ def refine(
         codes, slope = descend(slope, moment, grid, now.codes_OI, SWEEPS)
         now = now._replace(codes_OI=codes)
     return now
+
+
+def _parts(weight_RI: Tensor, spec: QuantSpec, curvature: Curvature) -> int:
+    """Return in how many parts a host solves for the rows of a layer, which share nothing but the curvature."""
+    apart = spec.sharing in ("group", "channel") and weight_RI.device.type == "cpu" and len(curvature.diagonal_LI) == 1
+    return min(len(weight_RI), -(-weight_RI.numel() // PART)) if apart else 1
 
 
 def _refitted(now: QuantizedWeight, spec: QuantSpec, level: str, slope: Tensor, moment: Tensor) -> QuantizedWeight:
@@ -209,6 +219,8 @@ def _rounded(
 
 def _compensated(weight_RI: Tensor, spec: QuantSpec, curvature: Curvature) -> QuantizedWeight:
     """Return the GPTQ start; the scale of a group is chosen from its weights as compensation has left them."""
+    if (parts := _parts(weight_RI, spec, curvature)) > 1:
+        return QuantizedWeight.joined([_compensated(part, spec, curvature) for part in weight_RI.chunk(parts)])
     importance, root = _importance(curvature, weight_RI), curvature.inverse_root_LII
     wide = weight_RI.to(root.dtype)
     if spec.sharing != "group":  # scales that span columns are fixed before rounding begins
