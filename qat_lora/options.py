@@ -213,9 +213,9 @@ class RecoverOptions:
                     "blockwise: needs --kd-cache-dir, a quantised --checkpoint and the full-precision model it was "
                     "made from as --model"
                 )
-            for name in ("train_norms", "train_scales"):
-                if getattr(self, name):
-                    raise ConfigError(f"{name}: does not go with --blockwise, which trains adapters; leave one out")
+            if self.train_norms:
+                why = "which trains what is in linear layers"
+                raise ConfigError(f"train_norms: does not go with --blockwise, {why}; leave one out")
 
 
 @settings
