@@ -27,7 +27,7 @@ from qat_lora.setup.allocation import choices
 FLOAT32_RATE = {"tpu": 1 / 6, "cuda": 1 / 15}  # of bfloat16's: six passes of a TPU, none of a card's product units
 COLUMN_S = {"cuda": 10 * 5e-6}  # seconds to launch the kernels of a column; elsewhere they are one call or one program
 COLUMN_PASSES = {"tpu": 11, "xla": 11}  # times a column's round moves its block, as in a v6e's program; else twice
-IMPORTS_BYTES = 400_000_000  # of a process that has imported torch and transformers
+IMPORTS_BYTES = 480_000_000  # of a process that has imported torch and transformers
 CLIP_OPERATIONS = 8  # to round a weight at one clip, and to weigh the error
 
 
@@ -77,9 +77,10 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
         "stored_bytes": int(bits["model"] * parameters) // 8 + rest_bytes,
         "rest_bytes": rest_bytes,  # of an encoder of images, which are stored as they are
         "weights_bytes": max(stored.itemsize * parameters + rest_bytes, 4 * (parameters - quantised) + codes_bytes),
-        "own_bytes": max(of_block.values())
-        + (2 * rows_bytes + 80 * widest if has_text else 8 * widest)
-        + IMPORTS_BYTES,
+        # A block and a half, hidden states of both models, four float32 matrices of the widest layer.
+        "own_bytes": IMPORTS_BYTES
+        + 3 * max(of_block.values()) // 2
+        + (2 * rows_bytes + 16 * widest if has_text else 8 * widest),
         "scratch_bytes": fisher_bytes(module, options.init, options.metric) if has_text else 0,
         "inputs_and_outputs": sum(layer.in_features + layer.out_features for layer in layers),
     }

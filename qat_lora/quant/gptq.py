@@ -42,8 +42,9 @@ class Curvature:
 
     @functools.cached_property
     def damped_LII(self) -> Tensor:
-        """The second moments, damped."""
-        return damped(self.second_moment_LII)
+        """The second moments, damped; the plain ones, as large, are let go of."""
+        moment_LII, self.second_moment_LII = self.second_moment_LII, torch.empty(0)
+        return damped(moment_LII)
 
     @functools.cached_property
     def narrow_LII(self) -> Tensor:
@@ -53,16 +54,12 @@ class Curvature:
     @functools.cached_property
     def inverse_root_LII(self) -> Tensor:
         """Upper triangular R with H⁻¹ = Rᵀ R."""
-        return factorised(_inverse_root, self.second_moment_LII)
-
-    def damp(self) -> None:
-        """Let go of the second moments, for the damped ones: all that solvers read once `inverse_root_LII` is found."""
-        self.second_moment_LII = self.damped_LII
+        return factorised(_inverse_root, self.damped_LII)
 
 
-def _inverse_root(second_moment_LII: Tensor) -> Tensor:
-    """Return R: R⁻¹ is the Cholesky factor of damped H, columns counted from the last; H is not inverted."""
-    backwards = damped(second_moment_LII.flip(1, 2))
+def _inverse_root(damped_LII: Tensor) -> Tensor:
+    """Return R: R⁻¹ is the Cholesky factor of H, columns counted from the last; H is not inverted."""
+    backwards = damped_LII.flip(1, 2)
     for moment_II in backwards:
         invert(cholesky(moment_II))
     return backwards.flip(1, 2)
@@ -274,11 +271,6 @@ def refit_scales(
     columns = slope_RI.shape[1]
     size = spec.group_size or columns
     groups = -(-columns // size)
-    most = max(1, GRAM // groups**2)
-    if most < len(slope_RI) and len(damped_LII) == 1 and slope_RI.device.type == "cpu":
-        rows = zip(*(x.split(most) for x in (slope_RI, codes_RI, scale, *grid.parts())), strict=True)
-        parts = [refit_scales(slope, damped_LII, grid.of(own), codes, now, spec) for slope, codes, now, *own in rows]
-        return torch.cat(parts)
 
     def gram_row(number: Number, carry: Tensors, _: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
         q_RI, damped_LII = constants
@@ -338,6 +330,9 @@ def refit_parts(
 
 def _fitted(rows_GRG: Tensor, right_RG: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
     """Return the scales that solve the normal equations, given by the upper triangles of their matrices."""
+    if len(right_RG) > (most := max(1, GRAM // right_RG.shape[1] ** 2)):
+        parts = zip(rows_GRG.split(most, 1), right_RG.split(most), scale.split(most), strict=True)
+        return torch.cat([_fitted(*part, spec) for part in parts])
     gram, right = rows_GRG.permute(1, 0, 2).double().triu_(), right_RG.double()
     gram += gram.triu(1).mT
     if spec.sharing == "tensor":

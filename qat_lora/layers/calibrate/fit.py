@@ -187,8 +187,6 @@ def fit_layers(
     curvature = None
     if len(known) == len(weights):  # else the method says what it lacks
         curvature = Curvature((known[0] if len(known) == 1 else torch.stack(known)).to(settings.device))
-    if curvature is not None and settings.method in COMPENSATED:
-        _ = curvature.inverse_root_LII  # first: what else is large comes after what finding it takes
     solver = _Solver(spec, settings, curvature)
     if not (start_rank or settings.method == "descent"):
         return [Fit(quantised, None) for quantised in solver.quantised(weights)]
@@ -196,11 +194,7 @@ def fit_layers(
     metrics = [Metric.of(*given) for given in zip(weights, second_moments_II, outputs, strict=True)]
     second_moments_II.clear()
     known.clear()
-    if curvature is not None and settings.method in COMPENSATED:
-        curvature.damp()
     found = solver.with_adapter(weights, metrics, joint_rank) if joint_rank else solver.quantised(weights)
-    if curvature is not None:
-        vars(curvature).pop("inverse_root_LII", None)  # no start follows
     found = solver.two_sided(weights, metrics, found, joint_rank)
     if not start_rank:
         return [Fit(quantised, None) for quantised in found]
@@ -257,6 +251,7 @@ class _Solver(NamedTuple):
         if self.settings.method != "descent" or any(metric.outputs.factor.dim() == 1 for metric in metrics):
             return found
         assert self.curvature is not None
+        vars(self.curvature).pop("inverse_root_LII", None)  # no start follows
         aim = self._stacked(weights_OI)
         for rounds in [1] * TWO_SIDED_ROUNDS if rank else [TWO_SIDED_ROUNDS]:  # the adapter follows after every round
             spanned = [
