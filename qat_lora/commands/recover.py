@@ -119,6 +119,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
 def _block_by_block(plan: TrainingRun, model: CausalLM, full: CausalLM, dtype: torch.dtype) -> list[dict[str, float]]:
     """Train the adapters of all decoder layers but the last, whose output is logits, each on the rows of the run."""
     options, runtime, out, rows = plan.options, plan.runtime, plan.out, plan.data.rows
+    assert isinstance(options, RecoverOptions)
     loop, run, layers = options.loop, options.run, model.config.num_hidden_layers - 1
     steps = loop.max_steps * loop.accumulation(1)
     if runtime.attention == "tiled":
