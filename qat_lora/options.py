@@ -214,8 +214,7 @@ class RecoverOptions:
                     "made from as --model"
                 )
             if self.train_norms:
-                why = "which trains what is in linear layers"
-                raise ConfigError(f"train_norms: does not go with --blockwise, {why}; leave one out")
+                raise ConfigError("train_norms: --blockwise trains no norms; leave one of the two out")
 
 
 @settings

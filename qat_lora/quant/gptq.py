@@ -69,8 +69,7 @@ def damped(second_moment: Tensor) -> Tensor:
     """Return second moments [.., I, I] with a share of their mean on the diagonal."""
     moment = second_moment.clone()
     diagonal = moment.diagonal(dim1=-2, dim2=-1)
-    wide = diagonal.double()
-    diagonal.copy_(wide + DAMPING * wide.mean(-1, keepdim=True).clamp_min(1e-12))
+    diagonal.add_(DAMPING * diagonal.double().mean(-1, keepdim=True).clamp_min(1e-12))
     return moment
 
 
@@ -78,10 +77,7 @@ PANEL = 256  # columns of a factor that are in float64 at a time
 
 
 def cholesky(moment_II: Tensor) -> Tensor:
-    """Overwrite a matrix with its lower Cholesky factor and return it; LinAlgError: it is not positive definite.
-
-    Sums are float64 whatever type the factor is stored in, so float32 costs no more than the rounding of the matrix.
-    """
+    """Overwrite a matrix by its lower Cholesky factor, from float64 sums, and return it; LinAlgError: not definite."""
     for at in range(0, len(moment_II), PANEL):
         known = moment_II[at : at + PANEL, :at].double()
         rows = moment_II[at:].split(PANEL)
@@ -91,8 +87,8 @@ def cholesky(moment_II: Tensor) -> Tensor:
     return moment_II.tril_()
 
 
-def invert(lower_II: Tensor) -> None:
-    """Overwrite a lower triangular matrix with its inverse, in float64 by parts."""
+def invert(lower_II: Tensor) -> Tensor:
+    """Overwrite a lower triangular matrix by its inverse, from float64 sums, and return it."""
     for at in reversed(range(0, len(lower_II), PANEL)):
         own, end = lower_II[at : at + PANEL, at : at + PANEL], min(at + PANEL, len(lower_II))
         inverse = torch.linalg.solve_triangular(own.double(), torch.eye(len(own)).to(own.double()), upper=False)
@@ -100,6 +96,7 @@ def invert(lower_II: Tensor) -> None:
         for place, row in zip(lower_II[end:, at:end].split(PANEL), beyond, strict=True):
             place.copy_(row.double() @ below).neg_()
         own.copy_(inverse)
+    return lower_II
 
 
 class Grid(NamedTuple):
@@ -338,8 +335,7 @@ def _fitted(rows_GRG: Tensor, right_RG: Tensor, scale: Tensor, spec: QuantSpec) 
     if spec.sharing == "tensor":
         gram, right = gram.sum(0, keepdim=True), right.sum(0, keepdim=True)
     ridge = 1e-9 * gram.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(1e-30)  # a group of zero codes has no scale
-    lifted = gram + torch.diag_embed(ridge[:, None].expand(right.shape))
-    wanted = scale.double() + torch.linalg.solve(lifted, right)
+    wanted = scale.double() + torch.linalg.solve(gram + torch.diag_embed(ridge[:, None].expand(right.shape)), right)
     found = stored(wanted if spec.signed else wanted.clamp_min(TINY))
     fitted = torch.where(torch.isfinite(found), found, scale.double()).to(scale.dtype)
     change = (fitted - scale).double()

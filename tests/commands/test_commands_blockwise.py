@@ -132,7 +132,7 @@ def test_scales_of_every_layer_train_and_bring_it_nearer_and_a_stopped_run_ends_
 def test_what_it_needs_is_said(tiny, work, tmp_path):
     for changed, words in (
         ({"model": None}, "full-precision model"),
-        ({"train_norms": True}, "train_norms: does not go with --blockwise"),
+        ({"train_norms": True}, "train_norms: --blockwise trains no norms"),
         ({"learn": "ce", "kd_cache_dir": None}, "dataset|blockwise"),
     ):
         with pytest.raises(ConfigError, match=words):

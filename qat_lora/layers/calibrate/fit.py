@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.layers.lora import Factors
-from qat_lora.quant.gptq import PANEL, Curvature, cholesky
+from qat_lora.quant.gptq import Curvature, cholesky
 from qat_lora.quant.initialize import (
     COMPENSATED,
     ROUNDS,
@@ -75,10 +75,9 @@ class _Root(NamedTuple):
         factor.diagonal().copy_(diagonal + lift)
         try:
             return cls(cholesky(factor))
-        except torch.linalg.LinAlgError:
-            del factor  # float32 sums of few, huge features have eigenvalues below zero by more than the lift
-        values, basis = torch.linalg.eigh(moment.double())
-        return cls(torch.linalg.qr(((values.clamp_min(0) + lift).sqrt() * basis).T).R.T.to(moment.dtype))
+        except torch.linalg.LinAlgError:  # float32 sums of few, huge features have eigenvalues below zero by more
+            values, basis = torch.linalg.eigh(moment.double())
+            return cls(torch.linalg.qr(((values.clamp_min(0) + lift).sqrt() * basis).T).R.T.to(moment.dtype))
 
     @classmethod
     def plain(cls, size: int, like: Tensor) -> _Root:
@@ -104,9 +103,7 @@ class _Root(NamedTuple):
             spanned = torch.linalg.qr(left.T @ columns.to(left.dtype)).Q
             lift = float(left.diagonal().square().mean()) * SPAN_FLOOR
             left = left - left @ spanned @ spanned.T
-        metric = (left @ left.T).float()
-        metric.diagonal().add_(lift)
-        return metric
+        return (left @ left.T).float() + lift * torch.eye(len(left), device=left.device)
 
 
 class Metric(NamedTuple):
@@ -134,18 +131,16 @@ class Metric(NamedTuple):
         half = s.sqrt()
         a = self.inputs.over((v * half).T)
         b = self.outputs.over((u * half).T).T
-        return Factors(a.float(), b.float()), float(_squares(weighed) - _squares(s[:joint_rank]))
+        norms = (torch.linalg.vector_norm(part, dim=-1).double() for part in (weighed, s[:joint_rank]))
+        whole, corrected = (float(norm.square().sum()) for norm in norms)
+        return Factors(a.float(), b.float()), whole - corrected
 
     def costs(self, error_OI: Tensor, most: int) -> Tensor:
         """Return what an error costs after its best corrections of ranks 0 to `most`, float64 [most + 1]."""
         weighed = self.weigh(error_OI)
         closed = _leading(weighed, most)[1].double().square().cumsum(0)
-        return (_squares(weighed) - nn.functional.pad(closed, (1, 0))).clamp_min(0)
-
-
-def _squares(x: Tensor) -> Tensor:
-    """Return the sum of all squares, in float64 part by part."""
-    return torch.stack([part.double().square().sum() for part in x.split(PANEL)]).sum()
+        whole = torch.linalg.vector_norm(weighed, dim=-1).double().square().sum()
+        return (whole - nn.functional.pad(closed, (1, 0))).clamp_min(0)
 
 
 def _leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:

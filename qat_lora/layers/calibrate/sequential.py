@@ -31,7 +31,7 @@ from qat_lora.layers.convert import block_of
 from qat_lora.layers.experts import Experts, siblings_of, tokens_of
 from qat_lora.layers.lora import Factors
 from qat_lora.layers.quant_linear import embedding_of
-from qat_lora.quant.gptq import PANEL, cholesky, damped
+from qat_lora.quant.gptq import cholesky, damped, invert
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of one block's forward after the hidden states, which come first."""
@@ -177,12 +177,10 @@ class _Block:
                 x, y, name = xs[source], ys[source], f"{self.name}.{path}"
                 seen = tokens_of(self.reference, path)
                 counts = y.new_ones(len(y)) if costs is None else costs[name].weights(i, seen)
-                weighted, size = y * counts[:, None], y.shape[1]
                 if name not in sums:
-                    sums[name] = [y.new_zeros(size, size), y.new_zeros(size, size), y.new_zeros(())]
-                sums[name][0].addmm_(weighted.T, y)
-                sums[name][1].addmm_(x.T, weighted)
-                sums[name][2] += counts.sum()
+                    sums[name] = [y.new_zeros(size) for size in ((y.shape[1],) * 2, (y.shape[1],) * 2, ())]
+                weighted, (moment, cross, mass) = y * counts[:, None], sums[name]
+                moment.addmm_(weighted.T, y), cross.addmm_(x.T, weighted), mass.add_(counts.sum())
                 reached[name] = reached.get(name, 0) + len(y)
         enough = [name for name in sums if reached[name] >= FEWEST_TOKENS or not siblings_of(name)]
         return {name: (sums[name][0].div_(sums[name][2]), sums[name][1].div_(sums[name][2])) for name in enough}
@@ -231,12 +229,8 @@ def _inputs_of(
 
 def aimed_weight(weight_OI: Tensor, moment_II: Tensor, cross_II: Tensor) -> Tensor:
     """Return W* = W + W (E[x yᵀ] - E[y yᵀ]) E[y yᵀ]⁻¹, from E[y yᵀ], damped where it is inverted, and E[x yᵀ]."""
-    weight = weight_OI.to(moment_II.dtype)
-    change, factor = weight @ (cross_II - moment_II), cholesky(damped(moment_II))
-    for rows in change.split(PANEL):
-        half = torch.linalg.solve_triangular(factor.mT, rows, upper=True, left=False)
-        rows.copy_(torch.linalg.solve_triangular(factor, half, upper=False, left=False))
-    return change.add_(weight).float()
+    weight, root = weight_OI.to(moment_II.dtype), invert(cholesky(damped(moment_II)))
+    return (weight @ (cross_II - moment_II) @ root.T @ root).add_(weight).float()
 
 
 def capture_calls(
