@@ -29,6 +29,7 @@ from qat_lora.runtime.loop import Number, Tensors, factorised, loop, part, rest,
 
 DAMPING = 0.01  # added to the second moment's diagonal, as a share of its mean: GPTQ's own default
 GRAM = 2**21  # numbers of the matrices of scales' equations that a host holds at a time
+PANEL = 256  # columns of a factor that are in float64 at a time
 BLOCK = 64  # columns handled before their joint effect is pushed on: fewer, larger matrix products
 
 
@@ -45,11 +46,6 @@ class Curvature:
         """The second moments, damped; the plain ones, as large, are let go of."""
         moment_LII, self.second_moment_LII = self.second_moment_LII, torch.empty(0)
         return damped(moment_LII)
-
-    @functools.cached_property
-    def narrow_LII(self) -> Tensor:
-        """The same in float32."""
-        return self.damped_LII.float()
 
     @functools.cached_property
     def inverse_root_LII(self) -> Tensor:
@@ -71,9 +67,6 @@ def damped(second_moment: Tensor) -> Tensor:
     diagonal = moment.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(DAMPING * diagonal.double().mean(-1, keepdim=True).clamp_min(1e-12))
     return moment
-
-
-PANEL = 256  # columns of a factor that are in float64 at a time
 
 
 def cholesky(moment_II: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ def refine(
     if (parts := _parts(weight_RI, spec, curvature)) > 1:
         pairs = zip(weight_RI.chunk(parts), start.split(parts), strict=True)
         return QuantizedWeight.joined([refine(weight, spec, own, curvature, rounds) for weight, own in pairs])
-    weight, moment, now = weight_RI.float(), curvature.narrow_LII, start
+    weight, moment, now = weight_RI.float(), curvature.damped_LII.float(), start
     grid = now.grid(spec, torch.float32)
     slope = slope_of(weight, grid.dense(now.codes_OI), moment)
     levels = () if spec.sharing == "lowrank" else ("scales", "whole") if spec.step_bits else ("scales",)
@@ -286,7 +286,7 @@ def _moved(
     towards_LGI = pull_LGI / own_LGG.diagonal(dim1=1, dim2=2)[..., None]
     after = refine(dense + towards_LGI.flatten(0, 1), spec, before, curvature, 1)
     change_LGI = (after.dense(spec) - dense).unflatten(0, (layers, -1))
-    raised_L = ((own_LGG @ change_LGI - 2 * pull_LGI) * (change_LGI @ curvature.narrow_LII)).sum((1, 2))
+    raised_L = ((own_LGG @ change_LGI - 2 * pull_LGI) * (change_LGI @ curvature.damped_LII.float())).sum((1, 2))
     falls_L11 = (raised_L < 0)[:, None, None]
 
     def put(x: Tensor, *ways: Tensor) -> Tensor:

@@ -91,10 +91,9 @@ class _Root(NamedTuple):
 
     def over(self, rows: Tensor) -> Tensor:
         """Return X L⁻¹ for X [.., n], of the root's type."""
-        rows = rows.to(self.factor.dtype)
         if self.factor.dim() == 1:
             return rows / self.factor
-        return torch.linalg.solve_triangular(self.factor, rows, upper=False, left=False)
+        return torch.linalg.solve_triangular(self.factor, rows.to(self.factor.dtype), upper=False, left=False)
 
     def beyond(self, columns: Tensor | None = None) -> Tensor:
         """Return the metric [n, n] of a whole root, float32; all but nothing of it in the span of columns [n, r]."""

@@ -7,8 +7,7 @@ rows at one depth. A layer of the student should put out W x but receives y, so 
     W* = W E[x yᵀ] E[y yᵀ]⁻¹,
 
 the least-squares map from what it receives to what it should give; codes and adapter start are then fitted to W* on
-E[y yᵀ]. Usual GPTQ practice (W on the student's inputs) sees the errors of earlier layers but does not aim at them: on
-our saturated teacher it won nothing, and W* a sixth of the KL. One block at a time is held twice.
+E[y yᵀ]. GPTQ's usual W on the student's inputs won nothing on our teacher, W* a sixth of the KL. A block is held twice.
 
 Masks, positions and rotary embeddings are recorded while the model runs (`capture_calls`, also for `train.blockwise`),
 so nothing here knows how a model makes them. They do not depend on what the blocks compute, so from the second batch on
@@ -121,17 +120,13 @@ class _Block:
         found: dict[str, Finished] = {}
         for paths in self._stages(exact[0]):
             moments = self._moments(paths, exact, student)
-            seen = {name: moment for name, (moment, _) in moments.items()}
             for path in paths:
                 if (name := f"{self.name}.{path}") not in moments:
-                    moments[name] = (alike := self.fitter.stand_in(name, seen)), alike  # so it aims at its own weight
-            del seen
+                    alike = self.fitter.stand_in(name, {other: pair[0] for other, pair in moments.items()})
+                    moments[name] = alike, alike  # so it aims at its own weight
             for names in self.fitter.groups(moments):
-                pairs = [moments.pop(name) for name in names]
-                weights = [self.fitter.linear(name).weight.data for name in names]
-                wanted = [aimed_weight(weight, *pair) for weight, pair in zip(weights, pairs, strict=True)]
-                given: list[Tensor | None] = [moment for moment, _ in pairs]
-                del pairs
+                wanted = [aimed_weight(self.fitter.linear(name).weight.data, *moments[name]) for name in names]
+                given: list[Tensor | None] = [moments.pop(name)[0] for name in names]  # no other matrix is kept
                 found |= self.fitter.fit(names, given, wanted)
                 for name in names:
                     self.correct(name, found[name])
