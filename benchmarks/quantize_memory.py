@@ -12,9 +12,8 @@ of the layers, and the picture shows all three. A setting is INIT:METRIC:LAYERSx
 than three times HIDDEN, LAYERSxHIDDENxMLP: with one layer it compares `planned` and `own` where the solvers' matrices
 are most of both. `descent:fisher` is the default of `quantize`, rank 64 is what it stores of adapter starts.
 
-    python benchmarks/quantize_memory.py --work DIR \
-        --settings gptq:outputs:24x512,descent:fisher:16x256,descent:fisher:1x512x6144 \
-        --machine "two cores of ..." --out benchmarks/results/quantize_memory.json --picture docs/quantize_memory.png
+    python benchmarks/quantize_memory.py --work DIR --machine "two cores of ..." \
+        --out benchmarks/results/quantize_memory.json --picture docs/quantize_memory.png
 """
 
 from __future__ import annotations
