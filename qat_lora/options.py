@@ -218,9 +218,8 @@ class RecoverOptions:
                     "blockwise: needs --kd-cache-dir, a quantised --checkpoint and the full-precision model it was "
                     "made from as --model"
                 )
-            for name in ("train_norms", "train_scales"):
-                if getattr(self, name):
-                    raise ConfigError(f"{name}: does not go with --blockwise, which trains adapters; leave one out")
+            if self.train_norms:
+                raise ConfigError("train_norms: --blockwise trains no norms; leave one of the two out")
 
 
 @settings

@@ -13,7 +13,7 @@ from qat_lora.files.checksums import checkpoint_sha256, sha256_of
 from qat_lora.files.folders import atomic_dir
 from qat_lora.files.gguf_header import ADAPTER, GGUF
 from qat_lora.layers.calibrate.fisher import zeros_in
-from qat_lora.layers.convert import add_lora
+from qat_lora.layers.convert import add_lora, quant_layers
 from qat_lora.models.adapter import STARTS, allocated_ranks, load_starts, save_adapter
 from qat_lora.models.copies import copy_tokenizer, save_with_tensors
 from qat_lora.models.load import CausalLM, load_model
@@ -89,6 +89,9 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     def export(groups: Groups, folder: Path) -> None:
         """Write the student as an adapter folder, at once; what training changed of its base goes into it."""
         base, changed = model.folder, groups["scales"] | groups["block_scales"] | groups["norms"]
+        if options.blockwise and options.train_scales:  # those of the layers before the last are not in its groups
+            scales = {name: layer.named_scales() for name, layer in quant_layers(model.module).items()}
+            changed |= {f"{name}.{part}": scale for name, own in scales.items() for part, scale in own.items()}
         with atomic_dir(folder) as draft:
             sha256 = checkpoint_sha256(base)
             if changed:
@@ -116,6 +119,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
 def _block_by_block(plan: TrainingRun, model: CausalLM, full: CausalLM, dtype: torch.dtype) -> list[dict[str, float]]:
     """Train the adapters of all decoder layers but the last, whose output is logits, each on the rows of the run."""
     options, runtime, out, rows = plan.options, plan.runtime, plan.out, plan.data.rows
+    assert isinstance(options, RecoverOptions)
     loop, run, layers = options.loop, options.run, model.config.num_hidden_layers - 1
     steps = loop.max_steps * loop.accumulation(1)
     if runtime.attention == "tiled":
@@ -126,7 +130,7 @@ def _block_by_block(plan: TrainingRun, model: CausalLM, full: CausalLM, dtype: t
     say(run, f"block by block: {layers} layers of {steps} steps, {states / 1e9:.3g} GB of hidden states in {out}")
 
     def prepare(name: str, _block: Any, _full: Any) -> Groups:
-        return recovery_parts(model, False, False, dtype, name)
+        return recovery_parts(model, options.train_scales, False, dtype, name)
 
     with stop_signals() as stopped:
         work = Unfinished(out, "layers", layers, stopped)

@@ -27,7 +27,7 @@ from qat_lora.setup.allocation import choices
 FLOAT32_RATE = {"tpu": 1 / 6, "cuda": 1 / 15}  # of bfloat16's: six passes of a TPU, none of a card's product units
 COLUMN_S = {"cuda": 10 * 5e-6}  # seconds to launch the kernels of a column; elsewhere they are one call or one program
 COLUMN_PASSES = {"tpu": 11, "xla": 11}  # times a column's round moves its block, as in a v6e's program; else twice
-IMPORTS_BYTES = 400_000_000  # of a process that has imported torch and transformers
+IMPORTS_BYTES = 500_000_000  # of a process that has imported torch and transformers
 CLIP_OPERATIONS = 8  # to round a weight at one clip, and to weigh the error
 
 
@@ -60,7 +60,8 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     quantised = sum(layer.in_features * layer.out_features for layer in layers)
     codes_bytes, rest_bytes = int(bits["base"] * quantised) // 8, stored.itemsize * module.rest_weights
     has_text = options.text.dataset is not None or options.kd_cache_dir is not None
-    rows_bytes = 4 * options.calibration_rows * options.calibration_length * config.get_text_config().hidden_size
+    rows = options.calibration_rows * options.calibration_length * has_text
+    rows_bytes = 4 * rows * config.get_text_config().hidden_size
     of_block = Counter[str | None]()
     for name, layer in convert.quant_layers(module).items():
         of_block[convert.block_of(name)] += 4 * layer.in_features * layer.out_features
@@ -77,9 +78,8 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
         "stored_bytes": int(bits["model"] * parameters) // 8 + rest_bytes,
         "rest_bytes": rest_bytes,  # of an encoder of images, which are stored as they are
         "weights_bytes": max(stored.itemsize * parameters + rest_bytes, 4 * (parameters - quantised) + codes_bytes),
-        "own_bytes": max(of_block.values())
-        + (2 * rows_bytes + 80 * widest if has_text else 8 * widest)
-        + IMPORTS_BYTES,
+        # Of text: states of both models, and four matrices of the widest layer; else two.
+        "own_bytes": IMPORTS_BYTES + 3 * max(of_block.values()) // 2 + (rows_bytes + 8 * widest) * (1 + has_text),
         "scratch_bytes": fisher_bytes(module, options.init, options.metric) if has_text else 0,
         "inputs_and_outputs": sum(layer.in_features + layer.out_features for layer in layers),
     }

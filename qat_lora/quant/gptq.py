@@ -5,7 +5,7 @@ column, pushes each column's error onto those not yet rounded, along the inverse
 column. `descend` sweeps over the columns and gives each the nearest code to its optimum given all others, and
 `refit_scales` solves for the scales given the codes; neither raises the error, so they may alternate, which takes an
 eighth off GPTQ's at 2 bits. K-quants' scales have two levels, all on grids and too many to solve for: `refit_parts`
-goes through them, scale and minimum together. All work from the slope E H, in float32; inverting H needs float64.
+goes through them, scale and minimum together. All work from the slope E H, in float32; factors are summed in float64.
 
 A column is too little work for an accelerator, so layers of one shape are solved together: their rows R one under the
 other, each layer L with its own H. The loops are `runtime.loop`'s, and stay loops where programs are compiled.
@@ -25,9 +25,11 @@ from torch import Tensor
 from qat_lora.quant.codes import decode, encode
 from qat_lora.quant.scales import TINY, stored
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.runtime.loop import Number, Tensors, factorised, loop, part, rest, solver_dtype, unchanged, whole_parts
+from qat_lora.runtime.loop import Number, Tensors, factorised, loop, part, rest, unchanged, whole_parts
 
 DAMPING = 0.01  # added to the second moment's diagonal, as a share of its mean: GPTQ's own default
+GRAM = 2**21  # numbers of the matrices of scales' equations that a host holds at a time
+PANEL = 256  # columns of a factor that are in float64 at a time
 BLOCK = 64  # columns handled before their joint effect is pushed on: fewer, larger matrix products
 
 
@@ -35,38 +37,59 @@ class Curvature:
     """The damped second moments of layers' inputs and their factors, computed once: turns of fitting share them."""
 
     def __init__(self, second_moment: Tensor) -> None:
-        """Take one layer's [I, I], or those of layers that are solved together, [L, I, I]."""
+        """Take one layer's [I, I], or those of layers that are solved together, [L, I, I]; all keep their type."""
         self.second_moment_LII = second_moment.reshape(-1, *second_moment.shape[-2:])
+        self.diagonal_LI = self.second_moment_LII.diagonal(dim1=1, dim2=2).clone()
 
     @functools.cached_property
     def damped_LII(self) -> Tensor:
-        """The second moments, damped, in the type that solvers carry errors in."""
-        return damped(self.second_moment_LII).to(solver_dtype(self.second_moment_LII.device))
-
-    @functools.cached_property
-    def narrow_LII(self) -> Tensor:
-        """The same in float32."""
-        return self.damped_LII.float()
+        """The second moments, damped; the plain ones, as large, are let go of."""
+        moment_LII, self.second_moment_LII = self.second_moment_LII, torch.empty(0)
+        return damped(moment_LII)
 
     @functools.cached_property
     def inverse_root_LII(self) -> Tensor:
-        """Upper triangular R with H⁻¹ = Rᵀ R, in that type, found in float64."""
-        return factorised(_inverse_root, self.second_moment_LII).to(self.damped_LII.dtype)
+        """Upper triangular R with H⁻¹ = Rᵀ R."""
+        return factorised(_inverse_root, self.damped_LII)
 
 
-def _inverse_root(second_moment_LII: Tensor) -> Tensor:
-    """Return R, float64: R⁻¹ is the Cholesky factor of damped H, columns counted from the last; H is not inverted."""
-    backwards = torch.linalg.cholesky(damped(second_moment_LII).flip(1, 2)).flip(1, 2)
-    eye = torch.eye(backwards.shape[1], dtype=backwards.dtype, device=backwards.device)
-    return torch.linalg.solve_triangular(backwards, eye.expand_as(backwards), upper=True)
+def _inverse_root(damped_LII: Tensor) -> Tensor:
+    """Return R: R⁻¹ is the Cholesky factor of H, columns counted from the last; H is not inverted."""
+    backwards = damped_LII.flip(1, 2)
+    for moment_II in backwards:
+        invert(cholesky(moment_II))
+    return backwards.flip(1, 2)
 
 
 def damped(second_moment: Tensor) -> Tensor:
-    """Return second moments [.., I, I] in float64 with a share of their mean on the diagonal."""
-    moment = second_moment.double().clone()
+    """Return second moments [.., I, I] with a share of their mean on the diagonal."""
+    moment = second_moment.clone()
     diagonal = moment.diagonal(dim1=-2, dim2=-1)
-    diagonal.add_(DAMPING * diagonal.mean(-1, keepdim=True).clamp_min(1e-12))
+    diagonal.add_(DAMPING * diagonal.double().mean(-1, keepdim=True).clamp_min(1e-12))
     return moment
+
+
+def cholesky(moment_II: Tensor) -> Tensor:
+    """Overwrite a matrix by its lower Cholesky factor, from float64 sums, and return it; LinAlgError: not definite."""
+    for at in range(0, len(moment_II), PANEL):
+        known = moment_II[at : at + PANEL, :at].double()
+        rows = moment_II[at:].split(PANEL)
+        panel = torch.cat([row[:, at : at + PANEL].double() - row[:, :at].double() @ known.mT for row in rows])
+        own = torch.linalg.cholesky(panel[:PANEL])
+        moment_II[at:, at : at + PANEL] = torch.linalg.solve_triangular(own.mT, panel, upper=True, left=False)
+    return moment_II.tril_()
+
+
+def invert(lower_II: Tensor) -> Tensor:
+    """Overwrite a lower triangular matrix by its inverse, from float64 sums, and return it."""
+    for at in reversed(range(0, len(lower_II), PANEL)):
+        own, end = lower_II[at : at + PANEL, at : at + PANEL], min(at + PANEL, len(lower_II))
+        inverse = torch.linalg.solve_triangular(own.double(), torch.eye(len(own)).to(own.double()), upper=False)
+        below, beyond = lower_II[end:, at:end].double() @ inverse, lower_II[end:, end:].split(PANEL)
+        for place, row in zip(lower_II[end:, at:end].split(PANEL), beyond, strict=True):
+            place.copy_(row.double() @ below).neg_()
+        own.copy_(inverse)
+    return lower_II
 
 
 class Grid(NamedTuple):
@@ -297,13 +320,15 @@ def refit_parts(
 
 def _fitted(rows_GRG: Tensor, right_RG: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
     """Return the scales that solve the normal equations, given by the upper triangles of their matrices."""
+    if len(right_RG) > (most := max(1, GRAM // right_RG.shape[1] ** 2)):
+        parts = zip(rows_GRG.split(most, 1), right_RG.split(most), scale.split(most), strict=True)
+        return torch.cat([_fitted(*part, spec) for part in parts])
     gram, right = rows_GRG.permute(1, 0, 2).double().triu_(), right_RG.double()
     gram += gram.triu(1).mT
     if spec.sharing == "tensor":
         gram, right = gram.sum(0, keepdim=True), right.sum(0, keepdim=True)
     ridge = 1e-9 * gram.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(1e-30)  # a group of zero codes has no scale
-    eye = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
-    wanted = scale.double() + torch.linalg.solve(gram + ridge[:, None, None] * eye, right)
+    wanted = scale.double() + torch.linalg.solve(gram + torch.diag_embed(ridge[:, None].expand(right.shape)), right)
     found = stored(wanted if spec.signed else wanted.clamp_min(TINY))
     fitted = torch.where(torch.isfinite(found), found, scale.double()).to(scale.dtype)
     change = (fitted - scale).double()

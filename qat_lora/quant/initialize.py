@@ -36,7 +36,7 @@ from qat_lora.quant.codes import code_values, decode, first_value, nearest
 from qat_lora.quant.gptq import BLOCK, Curvature, Grid, Steps, descend, gptq, refit_parts, refit_scales, slope_of
 from qat_lora.quant.scales import Cost, Scales, multiples, stored
 from qat_lora.quant.spec import SUPER, QuantSpec
-from qat_lora.runtime.loop import Number, Tensors, part, whole_parts
+from qat_lora.runtime.loop import Number, Tensors, part, rows_at_a_time, whole_parts
 from qat_lora.runtime.xla.runtime import xla_mark_step
 
 Method = Literal["absmax", "mse", "awq", "gptq", "descent"]
@@ -44,6 +44,7 @@ METHODS: tuple[str, ...] = get_args(Method)
 COMPENSATED = ("gptq", "descent")
 NEED_TEXT = ("awq", *COMPENSATED)
 LARGEST = 32_000.0  # weight whose scale fits float16 with every code book and scale search
+PART = 2**22  # weights that a host solves for at a time: what a layer takes beside its curvature is some times as much
 ROUNDS, SWEEPS = 3, 2  # of scale refits, and of descent after each
 
 
@@ -143,7 +144,10 @@ def refine(
     weight_RI: Tensor, spec: QuantSpec, start: QuantizedWeight, curvature: Curvature, rounds: int = ROUNDS
 ) -> QuantizedWeight:
     """Return a start after rounds of refitted scales and descent; output errors never rise, low-rank scales stay."""
-    weight, moment, now = weight_RI.float(), curvature.narrow_LII, start
+    if (parts := _parts(weight_RI, spec, curvature)) > 1:
+        pairs = zip(weight_RI.chunk(parts), start.split(parts), strict=True)
+        return QuantizedWeight.joined([refine(weight, spec, own, curvature, rounds) for weight, own in pairs])
+    weight, moment, now = weight_RI.float(), curvature.damped_LII.float(), start
     grid = now.grid(spec, torch.float32)
     slope = slope_of(weight, grid.dense(now.codes_OI), moment)
     levels = () if spec.sharing == "lowrank" else ("scales", "whole") if spec.step_bits else ("scales",)
@@ -155,6 +159,12 @@ def refine(
         codes, slope = descend(slope, moment, grid, now.codes_OI, SWEEPS)
         now = now._replace(codes_OI=codes)
     return now
+
+
+def _parts(weight_RI: Tensor, spec: QuantSpec, curvature: Curvature) -> int:
+    """Return in how many parts a host solves for the rows of a layer, which share nothing but the curvature."""
+    apart = spec.sharing in ("group", "channel") and len(curvature.diagonal_LI) == 1
+    return -(-len(weight_RI) // rows_at_a_time(weight_RI, PART)) if apart else 1
 
 
 def _refitted(now: QuantizedWeight, spec: QuantSpec, level: str, slope: Tensor, moment: Tensor) -> QuantizedWeight:
@@ -178,7 +188,7 @@ def _refitted(now: QuantizedWeight, spec: QuantSpec, level: str, slope: Tensor, 
 
 def _importance(curvature: Curvature, weight_RI: Tensor) -> Tensor:
     """Return the mean square of every weight's input, or what broadcasts to it, float32."""
-    importance_LI = curvature.second_moment_LII.diagonal(dim1=1, dim2=2).float()
+    importance_LI = curvature.diagonal_LI.float()
     layers = len(importance_LI)
     return importance_LI if layers == 1 else importance_LI.repeat_interleave(len(weight_RI) // layers, 0)
 
@@ -209,6 +219,8 @@ def _rounded(
 
 def _compensated(weight_RI: Tensor, spec: QuantSpec, curvature: Curvature) -> QuantizedWeight:
     """Return the GPTQ start; the scale of a group is chosen from its weights as compensation has left them."""
+    if (parts := _parts(weight_RI, spec, curvature)) > 1:
+        return QuantizedWeight.joined([_compensated(part, spec, curvature) for part in weight_RI.chunk(parts)])
     importance, root = _importance(curvature, weight_RI), curvature.inverse_root_LII
     wide = weight_RI.to(root.dtype)
     if spec.sharing != "group":  # scales that span columns are fixed before rounding begins
@@ -274,7 +286,7 @@ def _moved(
     towards_LGI = pull_LGI / own_LGG.diagonal(dim1=1, dim2=2)[..., None]
     after = refine(dense + towards_LGI.flatten(0, 1), spec, before, curvature, 1)
     change_LGI = (after.dense(spec) - dense).unflatten(0, (layers, -1))
-    raised_L = ((own_LGG @ change_LGI - 2 * pull_LGI) * (change_LGI @ curvature.narrow_LII)).sum((1, 2))
+    raised_L = ((own_LGG @ change_LGI - 2 * pull_LGI) * (change_LGI @ curvature.damped_LII.float())).sum((1, 2))
     falls_L11 = (raised_L < 0)[:, None, None]
 
     def put(x: Tensor, *ways: Tensor) -> Tensor:

@@ -66,19 +66,14 @@ def whole_parts(x: Tensor, size: int, *dims: int, fill: float = 0.0) -> Tensor:
     return torch.nn.functional.pad(x, [n for pad in reversed(pads) for n in (0, pad)], value=fill)
 
 
-def rows_at_a_time(x: Tensor) -> int:
+def rows_at_a_time(x: Tensor, numbers: int = PIECE) -> int:
     """Return how many rows of a tensor long elementwise work shall take in one piece: all of them but on a host."""
-    return len(x) if x.device.type != "cpu" else max(1, PIECE // x[0].numel())
+    return len(x) if x.device.type != "cpu" else max(1, numbers // x[0].numel())
 
 
 def unchanged(now: Tensor, before: Tensor) -> bool:
     """Return True if two tensors are known to be equal; nothing is read where that would end a graph."""
     return not is_xla_device(now) and torch.equal(now, before)
-
-
-def solver_dtype(device: torch.device) -> torch.dtype:
-    """Return the type in which errors are carried from column to column: float64 where chips have it."""
-    return torch.float32 if is_xla_device(device) else torch.float64
 
 
 def factorised(solve: Callable[..., Tensor], *given: Tensor) -> Tensor:

@@ -90,10 +90,49 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(at, tiny, work, tmp_path, monke
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def base_tensors(folder, kind=""):
+    tensors = load_file(next(folder.glob("model*.safetensors")))
+    return {name: tensor for name, tensor in tensors.items() if kind in name.rpartition(".")[2]}
+
+
+def test_scales_of_every_layer_train_and_bring_it_nearer_and_a_stopped_run_ends_at_the_same(
+    tiny, work, tmp_path, monkeypatch
+):
+    plain = call("recover", options(tiny, work, tmp_path / "plain"))
+    scaled = call("recover", options(tiny, work, tmp_path / "scaled", train_scales=True))
+    was, now = base_tensors(work[1]), base_tensors(scaled / "best" / "base")
+    moved = {name for name in was if not torch.equal(was[name], now[name])}
+    scales = base_tensors(work[1], "scale")
+    assert moved <= set(scales) and {name.split(".")[2] for name in moved} == {"0", "1"} and len(moved) >= 7
+    errors = {}
+    for name, folder in (("plain", plain), ("scaled", scaled)):
+        (block,) = json.loads((folder / "result.json").read_text())["blocks"]
+        errors[name] = block["after"]
+    assert errors["scaled"] < errors["plain"]
+    scores = call("evaluate", eval_options(tiny, {"plain": plain, "scaled": scaled}, tmp_path / "eval"))
+    assert scores["scaled"]["kl"] < scores["plain"]["kl"]
+    real, calls = step.objective_loss, []
+
+    def stopping(*arguments, **named):
+        if not calls:
+            os.kill(os.getpid(), signal.SIGTERM)
+        calls.append(1)
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(step, "objective_loss", stopping)  # after the first layer, within the last
+    cut = options(tiny, work, tmp_path / "cut", train_scales=True)
+    with pytest.raises(InterruptedRunError):
+        call("recover", cut)
+    call("recover", cut)
+    for part in ("last", "last/base"):
+        for file in (scaled / part).glob("*.safetensors"):
+            assert file.read_bytes() == (tmp_path / "cut" / part / file.name).read_bytes()
+
+
 def test_what_it_needs_is_said(tiny, work, tmp_path):
     for changed, words in (
         ({"model": None}, "full-precision model"),
-        ({"train_scales": True}, "train_scales: does not go with --blockwise"),
+        ({"train_norms": True}, "train_norms: --blockwise trains no norms"),
         ({"learn": "ce", "kd_cache_dir": None}, "dataset|blockwise"),
     ):
         with pytest.raises(ConfigError, match=words):

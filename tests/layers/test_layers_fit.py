@@ -151,7 +151,7 @@ def test_layers_fitted_together_are_those_fitted_alone():
     alone = FitSettings("descent", 6, 4)
     settings = alone._replace(device=torch.device("cpu"))
     assert together(SPEC, settings) and not together(SPEC, alone)
-    found = fit_layers(list(weights), SPEC, settings, moments, [None] * 3)
+    found = fit_layers(list(weights), SPEC, settings, [*moments], [None] * 3)
     for fit, weight, moment in zip(found, weights, moments, strict=True):
         one = fit_layer(weight, SPEC, alone, moment)
         assert (fit.quantised.codes_OI == one.quantised.codes_OI).float().mean() >= 0.999

@@ -111,8 +111,9 @@ def test_what_is_fitted_is_what_a_plain_forward_shows(monkeypatch):
     seen = {}
 
     def spy(weights, spec, settings, moments, *rest):
+        moment = moments[0]
         fits = original(weights, spec, settings, moments, *rest)
-        seen[len(seen)] = moments[0], fits[0]
+        seen[len(seen)] = moment, fits[0]
         return fits
 
     original = quantize.fit_layers

@@ -132,8 +132,9 @@ def test_doctor_knows_what_a_planned_run_needs(made, tiny, tmp_path, capfd, monk
     on_gpu = plan_quantize(replace(quantising, run=replace(quantising.run, device="cuda"))).requirements
     assert on_gpu.memory == on_gpu.host + 4 * plan["parameters"]
     with_text = plan_quantize(replace(quantising, kd_cache_dir=str(made / "cache"))).report
-    widest = max(r * c for r, c in ((64, 64), (64, 128)))
-    assert with_text["own_bytes"] - rounding.report["own_bytes"] >= 72 * widest  # ten matrices in float64, less one
+    widest = 96 * 96  # what `down_proj` gets
+    states = 2 * 4 * quantising.calibration_rows * quantising.calibration_length * 64
+    assert with_text["own_bytes"] - rounding.report["own_bytes"] == states + 8 * widest  # four in float32, less two
     half = tmp_path / "half"
     load_model(str(tiny.teacher)).module.to(torch.bfloat16).save_pretrained(half)
     shutil.copy(tiny.teacher / "tokenizer.json", half)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.quant.gptq import Curvature, Grid, descend, gptq, slope_of
+from qat_lora.quant.gptq import Curvature, Grid, cholesky, descend, gptq, slope_of
 from qat_lora.quant.initialize import _refitted, quantize_weight, refine
 from qat_lora.quant.presets import PRESETS
 from qat_lora.quant.spec import QuantSpec
@@ -76,7 +76,7 @@ def test_a_descended_start_has_no_better_single_code():
 def test_refitted_steps_minima_and_scales_have_no_better_single_number(name):
     """Each of them, changed alone, makes the output worse: checked one by one."""
     spec, weight, moment = BLOCKS[name], weight_of(2, 256), correlated(256)[1]
-    damped = Curvature(torch.from_numpy(moment)).narrow_LII
+    damped = Curvature(torch.from_numpy(moment)).damped_LII.float()
     now, seen = quantize_weight(weight, spec, "mse"), []
     while len(seen) < 2 or not all(map(torch.equal, seen[-1], seen[-2])):
         for level in ("scales", "whole"):
@@ -143,6 +143,33 @@ def test_the_inverse_root_is_the_cholesky_factor_of_the_inverse():
     curvature = Curvature(torch.from_numpy(correlated(40)[1]))
     expected = np.linalg.cholesky(np.linalg.inv(curvature.damped_LII[0].numpy())).T
     assert np.allclose(curvature.inverse_root_LII[0].numpy(), expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(("size", "count"), [(600, 300), (520, 4)])
+def test_factors_in_float32_are_as_near_as_the_rounding_of_the_matrix(size, count):
+    """Damped moments of fewer tokens than columns, one feature 1000 times as large; LAPACK in float64 is right."""
+    x = np.random.default_rng(0).normal(size=(count, size))
+    x[:, 7] *= 1000
+    curvature = Curvature(torch.from_numpy(x.T @ x / count).float())
+    damped = curvature.damped_LII[0].double().numpy()
+    factor = cholesky(curvature.damped_LII[0].clone())
+    assert factor.dtype == torch.float32 and torch.equal(factor, factor.tril())
+    sizes = np.sqrt(np.outer(np.diag(damped), np.diag(damped)))
+    assert (np.abs(factor.double().numpy() @ factor.double().numpy().T - damped) / sizes).max() < 3e-7
+    expected, root = np.linalg.inv(damped), curvature.inverse_root_LII[0].double().numpy()
+    assert np.abs(root.T @ root - expected).max() < 1e-3 * np.abs(expected).max()
+    assert np.allclose(np.tril(root, -1), 0)
+
+
+@pytest.mark.parametrize("method", ["gptq", "descent"])
+@pytest.mark.parametrize("name", ["group", "channel"])
+def test_rows_solved_for_in_parts_are_those_solved_for_at_once(method, name, monkeypatch):
+    spec, weight, moment = SPECS[name], weight_of(10, 40), torch.from_numpy(correlated(40)[1]).float()
+    whole = quantize_weight(weight, spec, method, moment)
+    monkeypatch.setattr("qat_lora.quant.initialize.PART", 130)
+    parts = quantize_weight(weight, spec, method, moment)
+    assert (parts.codes_OI == whole.codes_OI).float().mean() >= 0.99
+    assert torch.allclose(parts.scales[0], whole.scales[0], rtol=1e-2)
 
 
 BOOKS = {

@@ -43,7 +43,7 @@ def solvers_graph(rows, columns):
     weight, moment = (x.to(torch_xla.device()) for x in problem(rows, columns))
     curvature = gptq.Curvature(moment)
     _ = curvature.inverse_root_LII
-    moments = curvature.narrow_LII
+    moments = curvature.damped_LII.float()
     torch_xla.sync()
     start = initialize._compensated(weight, SPEC, curvature)
     grid = start.grid(SPEC, torch.float32)
@@ -63,7 +63,7 @@ def refits_graph(rows, columns):
     weight, moment = (x.to(torch_xla.device()) for x in problem(rows, columns))
     curvature = gptq.Curvature(moment)
     _ = curvature.inverse_root_LII
-    moments = curvature.narrow_LII
+    moments = curvature.damped_LII.float()
     torch_xla.sync()
     now = initialize._compensated(weight, BLOCKS, curvature)
     for level in ("scales", "whole"):

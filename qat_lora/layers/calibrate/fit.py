@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.layers.lora import Factors
-from qat_lora.quant.gptq import Curvature
+from qat_lora.quant.gptq import Curvature, cholesky
 from qat_lora.quant.initialize import (
     COMPENSATED,
     ROUNDS,
@@ -60,23 +60,24 @@ class Fit(NamedTuple):
 
 
 class _Root(NamedTuple):
-    """A root L of a metric, L Lᵀ, float64: lower triangular, or [n] where it is diagonal."""
+    """A root L of a metric, L Lᵀ, of the metric's type: lower triangular, or [n] where it is diagonal."""
 
     factor: Tensor
 
     @classmethod
     def of(cls, moment: Tensor, floor: float) -> _Root:
         """Return the root of a second moment, given whole or by its diagonal."""
-        moment = moment.double()
-        diagonal = moment if moment.dim() == 1 else moment.diagonal()
+        diagonal = moment.double() if moment.dim() == 1 else moment.diagonal().double()
         lift = floor * diagonal.mean().clamp_min(1e-12)
         if moment.dim() == 1:
-            return cls((moment + lift).sqrt())
-        factor, failed = torch.linalg.cholesky_ex(moment + lift * torch.eye(len(moment)).to(moment))
-        if int(failed):  # float32 sums of few, huge features have eigenvalues below zero by more than the lift
-            values, basis = torch.linalg.eigh(moment)
-            factor = torch.linalg.qr(((values.clamp_min(0) + lift).sqrt() * basis).T).R.T
-        return cls(factor)
+            return cls((diagonal + lift).sqrt())
+        factor = moment.clone()
+        factor.diagonal().copy_(diagonal + lift)
+        try:
+            return cls(cholesky(factor))
+        except torch.linalg.LinAlgError:  # float32 sums of few, huge features have eigenvalues below zero by more
+            values, basis = torch.linalg.eigh(moment.double())
+            return cls(torch.linalg.qr(((values.clamp_min(0) + lift).sqrt() * basis).T).R.T.to(moment.dtype))
 
     @classmethod
     def plain(cls, size: int, like: Tensor) -> _Root:
@@ -89,19 +90,19 @@ class _Root(NamedTuple):
         return rows * factor if factor.dim() == 1 else rows @ factor
 
     def over(self, rows: Tensor) -> Tensor:
-        """Return X L⁻¹ for X [.., n], float64."""
+        """Return X L⁻¹ for X [.., n], of the root's type."""
         if self.factor.dim() == 1:
-            return rows.double() / self.factor
-        return torch.linalg.solve_triangular(self.factor, rows.double(), upper=False, left=False)
+            return rows / self.factor
+        return torch.linalg.solve_triangular(self.factor, rows.to(self.factor.dtype), upper=False, left=False)
 
     def beyond(self, columns: Tensor | None = None) -> Tensor:
         """Return the metric [n, n] of a whole root, float32; all but nothing of it in the span of columns [n, r]."""
-        left = self.factor
+        left, lift = self.factor, 0.0
         if columns is not None:
-            spanned = torch.linalg.qr(left.T @ columns.double()).Q
-            lift = left.diagonal().square().mean().sqrt() * SPAN_FLOOR**0.5
-            left = torch.cat([left - left @ spanned @ spanned.T, lift * torch.eye(len(left)).to(left)], 1)
-        return (left @ left.T).float()
+            spanned = torch.linalg.qr(left.T @ columns.to(left.dtype)).Q
+            lift = float(left.diagonal().square().mean()) * SPAN_FLOOR
+            left = left - left @ spanned @ spanned.T
+        return (left @ left.T).float() + lift * torch.eye(len(left), device=left.device)
 
 
 class Metric(NamedTuple):
@@ -129,14 +130,16 @@ class Metric(NamedTuple):
         half = s.sqrt()
         a = self.inputs.over((v * half).T)
         b = self.outputs.over((u * half).T).T
-        whole, corrected = (float(part.double().square().sum()) for part in (weighed, s[:joint_rank]))
+        norms = (torch.linalg.vector_norm(part, dim=-1).double() for part in (weighed, s[:joint_rank]))
+        whole, corrected = (float(norm.square().sum()) for norm in norms)
         return Factors(a.float(), b.float()), whole - corrected
 
     def costs(self, error_OI: Tensor, most: int) -> Tensor:
         """Return what an error costs after its best corrections of ranks 0 to `most`, float64 [most + 1]."""
         weighed = self.weigh(error_OI)
         closed = _leading(weighed, most)[1].double().square().cumsum(0)
-        return (weighed.double().square().sum() - nn.functional.pad(closed, (1, 0))).clamp_min(0)
+        whole = torch.linalg.vector_norm(weighed, dim=-1).double().square().sum()
+        return (whole - nn.functional.pad(closed, (1, 0))).clamp_min(0)
 
 
 def _leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,13 +168,13 @@ def fit_layers(
     weights_OI: Sequence[Tensor],
     spec: QuantSpec,
     settings: FitSettings,
-    second_moments_II: Sequence[Tensor | None],
+    second_moments_II: list[Tensor | None],
     outputs_OO: Sequence[Tensor | None],
 ) -> list[Fit]:
     """Quantise layers of one shape and find their adapter starts; several only where they may go `together`.
 
-    Given are the second moments of their inputs, and the Fisher information of their outputs, whole or [O].
-    ConfigError: what `quantize_weight` refuses.
+    Given are the second moments of their inputs, a list that is emptied as they are the largest matrices here, and the
+    Fisher information of their outputs, whole or [O]. ConfigError: what `quantize_weight` refuses.
     """
     start_rank, joint_rank = (min(rank, *weights_OI[0].shape) for rank in settings[1:3])
     weights, known = [weight.float() for weight in weights_OI], [m for m in second_moments_II if m is not None]
@@ -183,6 +186,8 @@ def fit_layers(
         return [Fit(quantised, None) for quantised in solver.quantised(weights)]
     outputs = [None if given is None else given.to(weights[0].device) for given in outputs_OO]
     metrics = [Metric.of(*given) for given in zip(weights, second_moments_II, outputs, strict=True)]
+    second_moments_II.clear()
+    known.clear()
     found = solver.with_adapter(weights, metrics, joint_rank) if joint_rank else solver.quantised(weights)
     found = solver.two_sided(weights, metrics, found, joint_rank)
     if not start_rank:
@@ -240,6 +245,7 @@ class _Solver(NamedTuple):
         if self.settings.method != "descent" or any(metric.outputs.factor.dim() == 1 for metric in metrics):
             return found
         assert self.curvature is not None
+        vars(self.curvature).pop("inverse_root_LII", None)  # no start follows
         aim = self._stacked(weights_OI)
         for rounds in [1] * TWO_SIDED_ROUNDS if rank else [TWO_SIDED_ROUNDS]:  # the adapter follows after every round
             spanned = [

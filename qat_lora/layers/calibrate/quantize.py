@@ -126,7 +126,7 @@ def second_moments(
                 weights = costs[name].weights(last["batch"], tokens_of(model, name))
             reached[name] = reached.get(name, 0) + len(x)
             moment = (x * weights[:, None]).T @ x
-            sums[name] = sums[name] + moment if name in sums else moment
+            sums[name] = sums[name].add_(moment) if name in sums else moment
             mass[name] = mass.get(name, 0.0) + weights.sum()
 
         return hook
@@ -141,7 +141,7 @@ def second_moments(
             hidden = forward(batch)
             for name, hook in lm_heads.items():
                 hook(model.get_submodule(name), (hidden,))
-    means = {n: total / mass[n] for n, total in sums.items() if reached[n] >= FEWEST_TOKENS or not siblings_of(n)}
+    means = {n: total.div_(mass[n]) for n, total in sums.items() if reached[n] >= FEWEST_TOKENS or not siblings_of(n)}
     return means | {name: means[shared] for name, shared in owner.items() if shared in means}
 
 
@@ -188,9 +188,9 @@ class LayerFitter:
         return cost.plain_outputs() if name in self.unreached else cost.outputs_OO
 
     def fit(
-        self, names: Sequence[str], moments_II: Sequence[Tensor | None], weights_OI: Sequence[Tensor] | None = None
+        self, names: Sequence[str], moments_II: list[Tensor | None], weights_OI: Sequence[Tensor] | None = None
     ) -> dict[str, Finished]:
-        """Fit one of the `groups` to its inputs' second moments, and to other weights than its own where given."""
+        """Fit one of the `groups` to its inputs' second moments, which the list loses, or to other weights if given."""
         self.work.may_stop()
         linears, spec, costs = [self.linear(name) for name in names], self.targets[names[0]], self.costs or {}
         outputs_OO = [self._outputs(costs[name], name) if name in costs else None for name in names]

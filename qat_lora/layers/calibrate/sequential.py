@@ -7,8 +7,7 @@ rows at one depth. A layer of the student should put out W x but receives y, so 
     W* = W E[x yᵀ] E[y yᵀ]⁻¹,
 
 the least-squares map from what it receives to what it should give; codes and adapter start are then fitted to W* on
-E[y yᵀ]. Usual GPTQ practice (W on the student's inputs) sees the errors of earlier layers but does not aim at them: on
-our saturated teacher it won nothing, and W* a sixth of the KL. One block at a time is held twice.
+E[y yᵀ]. GPTQ's usual W on the student's inputs won nothing on our teacher, W* a sixth of the KL. A block is held twice.
 
 Masks, positions and rotary embeddings are recorded while the model runs (`capture_calls`, also for `train.blockwise`),
 so nothing here knows how a model makes them. They do not depend on what the blocks compute, so from the second batch on
@@ -31,7 +30,7 @@ from qat_lora.layers.convert import block_of
 from qat_lora.layers.experts import Experts, siblings_of, tokens_of
 from qat_lora.layers.lora import Factors
 from qat_lora.layers.quant_linear import embedding_of
-from qat_lora.quant.gptq import damped
+from qat_lora.quant.gptq import cholesky, damped, invert
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of one block's forward after the hidden states, which come first."""
@@ -56,7 +55,7 @@ def quantize_sequential(
         if any(args for of_block in calls for args, _ in of_block):
             why = "its blocks are not called with hidden states alone and named arguments"
             raise ModelError(f"model: {why}, so it cannot be calibrated in order; give --calibrate-on teacher")
-        student = exact
+        student = [*exact]
     for name in tied:  # first: the embedding's rows are what the first block gets
         _quantize_lm_head(fitter, name, batches, forward)
         student = capture_calls(stack, batches, forward)[0]
@@ -65,8 +64,9 @@ def quantize_sequential(
         found = fitter.finish(name, functools.partial(block.fit, exact, student))
         for layer, finished in found.items():
             block.correct(layer, finished)
-        student = [run_block(block.student, states, call) for states, call in zip(student, calls[i], strict=True)]
-        exact = [run_block(block.reference, states, call) for states, call in zip(exact, calls[i], strict=True)]
+        for states, run in ((student, block.student), (exact, block.reference)):
+            for j, call in enumerate(calls[i]):  # in place: a second list of them would be half as much again
+                states[j] = run_block(run, states[j], call)
         adapter_init |= fitter.put(name, found)
         calls[i].clear()
     for name in outside:  # an untied LM head gets what the quantised model puts out
@@ -120,15 +120,14 @@ class _Block:
         found: dict[str, Finished] = {}
         for paths in self._stages(exact[0]):
             moments = self._moments(paths, exact, student)
-            seen = {name: moment for name, (moment, _) in moments.items()}
             for path in paths:
                 if (name := f"{self.name}.{path}") not in moments:
-                    moments[name] = (alike := self.fitter.stand_in(name, seen)), alike  # so it aims at its own weight
+                    alike = self.fitter.stand_in(name, {other: pair[0] for other, pair in moments.items()})
+                    moments[name] = alike, alike  # so it aims at its own weight
             for names in self.fitter.groups(moments):
-                given = [moments[name] for name in names]
-                weights = [self.fitter.linear(name).weight.data for name in names]
-                wanted = [aimed_weight(weight, *pair) for weight, pair in zip(weights, given, strict=True)]
-                found |= self.fitter.fit(names, [moment for moment, _ in given], wanted)
+                wanted = [aimed_weight(self.fitter.linear(name).weight.data, *moments[name]) for name in names]
+                given: list[Tensor | None] = [moments.pop(name)[0] for name in names]  # no other matrix is kept
+                found |= self.fitter.fit(names, given, wanted)
                 for name in names:
                     self.correct(name, found[name])
         return found
@@ -173,12 +172,13 @@ class _Block:
                 x, y, name = xs[source], ys[source], f"{self.name}.{path}"
                 seen = tokens_of(self.reference, path)
                 counts = y.new_ones(len(y)) if costs is None else costs[name].weights(i, seen)
-                weighted = y * counts[:, None]
-                parts = [weighted.T @ y, x.T @ weighted, counts.sum()]
-                sums[name] = [a + b for a, b in zip(sums[name], parts, strict=True)] if name in sums else parts
+                if name not in sums:
+                    sums[name] = [y.new_zeros(size) for size in ((y.shape[1],) * 2, (y.shape[1],) * 2, ())]
+                weighted, (moment, cross, mass) = y * counts[:, None], sums[name]
+                moment.addmm_(weighted.T, y), cross.addmm_(x.T, weighted), mass.add_(counts.sum())
                 reached[name] = reached.get(name, 0) + len(y)
         enough = [name for name in sums if reached[name] >= FEWEST_TOKENS or not siblings_of(name)]
-        return {name: (sums[name][0] / sums[name][2], sums[name][1] / sums[name][2]) for name in enough}
+        return {name: (sums[name][0].div_(sums[name][2]), sums[name][1].div_(sums[name][2])) for name in enough}
 
 
 def _mixture_stage(path: str) -> tuple[str, bool] | None:
@@ -224,9 +224,8 @@ def _inputs_of(
 
 def aimed_weight(weight_OI: Tensor, moment_II: Tensor, cross_II: Tensor) -> Tensor:
     """Return W* = W + W (E[x yᵀ] - E[y yᵀ]) E[y yᵀ]⁻¹, from E[y yᵀ], damped where it is inverted, and E[x yᵀ]."""
-    weight = weight_OI.double()
-    change = weight @ (cross_II.double() - moment_II.double())
-    return (weight + torch.linalg.solve(damped(moment_II), change, left=False)).float()
+    weight, root = weight_OI.to(moment_II.dtype), invert(cholesky(damped(moment_II)))
+    return (weight @ (cross_II - moment_II) @ root.T @ root).add_(weight).float()
 
 
 def capture_calls(
