@@ -318,12 +318,12 @@ def cost(case: Case, cache: Path) -> dict[str, float]:
 
 
 def size_at(dataset: KDCacheDataset, patterned: bool, vocab: int = 151_936, rows: int = 256) -> float:
-    """Return bytes a token of the first rows with their tokens scattered over a larger vocabulary.
+    """Return bytes a token of rows at even distances with their tokens scattered over a larger vocabulary.
 
     Or, not `patterned`, with every drawn token another at every position, as no model draws them: an upper bound.
     """
     rng, held = np.random.default_rng(0), dataset.fingerprint.contents._replace(vocab_size=vocab)
-    batch = dataset.rows(range(min(rows, len(dataset))))
+    batch = dataset.rows(np.unique(np.linspace(0, len(dataset) - 1, rows).astype(np.int64)))
     ids = batch["draw_ids"].astype(np.int64)
     places = rng.permutation(vocab)
     mapped = places[ids]
