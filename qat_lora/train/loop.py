@@ -22,41 +22,15 @@ from qat_lora.files.folders import restore_dir
 from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
-from qat_lora.train.callbacks import (
-    LoopConfig,
-    LoopHooks,
-    Progress,
-    Run,
-    RunSettings,
-    end_if_asked,
-    evaluate,
-    is_save_due,
-)
+from qat_lora.train import callbacks, step
+from qat_lora.train import optim as optimizers
+from qat_lora.train.callbacks import LoopConfig, LoopHooks, Progress, Run, RunSettings
 from qat_lora.train.checkpoint import checkpoints, damaged, load_checkpoint, random_states, set_random_states
 from qat_lora.train.compile_watch import COMPILED, OPTIMIZER_COMPILED, OPTIMIZER_TRACED, TRACED, CompileWatch
 from qat_lora.train.lr_probe import choose_lr
 from qat_lora.train.metrics import EMPTY, LOGS, METRICS, TRACKERS, MetricsLog, cut_back
-from qat_lora.train.optim import (
-    OptimConfig,
-    TrainState,
-    build_optimizer,
-    gradients_apart,
-    lr_factor,
-    optimized,
-    set_lr,
-    set_peaks,
-)
-from qat_lora.train.step import (
-    PreparedObjective,
-    Sums,
-    TrainingRows,
-    add_sums,
-    anchor_batches,
-    anchor_micro_batch,
-    micro_batch,
-    optimizer_step,
-    zero_sums,
-)
+from qat_lora.train.optim import OptimConfig, TrainState
+from qat_lora.train.step import PreparedObjective, Sums, TrainingRows
 
 
 def train(
@@ -82,8 +56,8 @@ def train(
     """
     if loop.early_stop and hooks.evaluate is None:
         raise ConfigError("early_stop: there is no evaluation split to stop by; make one with --eval-rows")
-    optimizer = build_optimizer(optim, state.groups, runtime)
-    zeros = zero_sums(prepared.objective, runtime.device, prepared.logs_kl)
+    optimizer = optimizers.build_optimizer(optim, state.groups, runtime)
+    zeros = step.zero_sums(prepared.objective, runtime.device, prepared.logs_kl)
     runtime.mark_step()  # optimizer state, gradients and zeros exist now, outside the first micro-batch's graph
     found, hidden = None, settings.quiet or not runtime.is_main
     if optim.lr == "auto":
@@ -95,7 +69,7 @@ def train(
                 begun, optim, lambda run, tried, *span: closing(_steps(run, rows, prepared, tried, watch, zeros, span))
             )
         optim = replace(optim, lr=found["lr"])
-        set_peaks(optimizer, optim)
+        optimizers.set_peaks(optimizer, optim)
     progress = _resume(state, optimizer, hooks.metric, runtime, settings)
     out, start = settings.out, progress.step
     wanted = loop.log_to if runtime.is_main else ()
@@ -112,11 +86,11 @@ def train(
             if start == 0:
                 run.export("start")
             if start == 0 or not progress.evaluated:  # on resume, an evaluation that failed
-                evaluate(run)
+                callbacks.evaluate(run)
             run.saved_at = time.monotonic()
             while not run.is_over:
                 next(steps)
-                evaluates, saves = run.ends_interval(loop.eval_steps), is_save_due(run)
+                evaluates, saves = run.ends_interval(loop.eval_steps), callbacks.is_save_due(run)
                 if run.step % loop.log_steps == 0 or evaluates or saves:
                     log.flush(runtime)
                 runtime.step_end()
@@ -126,11 +100,11 @@ def train(
                     log.pause()
                 if evaluates:
                     runtime.barrier("metrics")  # all lines are written now, so their rate does not include the pause
-                    evaluate(run)
+                    callbacks.evaluate(run)
                     run.stopping = runtime.agree(bool(run.stopped))  # looked at again, since evaluations are long
                 if saves or run.stopping or run.is_over:
                     run.save()
-                end_if_asked(run)
+                callbacks.end_if_asked(run)
     run.export("last")
     if hooks.evaluate is None:
         run.export("best")
@@ -182,7 +156,7 @@ def _steps(
     per_process = loop.batch_size * (runtime.replicas // runtime.processes)
     here = {"replica": runtime.rank, "replicas": runtime.processes}
     batches = runtime.feed(rows.batches(*span, per_process, accumulation, run.settings.seed, **here))
-    anchors = None if anchor is None else runtime.feed(anchor_batches(anchor, *span, per_process, **here))
+    anchors = None if anchor is None else runtime.feed(step.anchor_batches(anchor, *span, per_process, **here))
 
     def gradients(objective: ObjectiveConfig, weights: dict[str, Tensor]) -> tuple[Sums, QatLoraError | OSError | None]:
         """Run forward and backward on a step's micro-batches; return their sums, or the error of unreadable rows."""
@@ -196,14 +170,14 @@ def _steps(
             if runtime.agree(bool(failed)) if runtime.shard_base else failed:
                 return sums, failed
             watch.batch(batch)
-            with runtime.autocast(dtype), gradients_apart(run.optimizer):
-                sums = add_sums(sums, micro_batch(model, batch, objective, weights, teacher_lm_head))
+            with runtime.autocast(dtype), optimizers.gradients_apart(run.optimizer):
+                sums = step.add_sums(sums, step.micro_batch(model, batch, objective, weights, teacher_lm_head))
             watch.mark(TRACED)
             runtime.mark_step()
             watch.mark(COMPILED)
         if anchors is not None:
-            with runtime.autocast(dtype), gradients_apart(run.optimizer):
-                sums = anchor_micro_batch(model, next(anchors), objective, weights, sums, runtime)
+            with runtime.autocast(dtype), optimizers.gradients_apart(run.optimizer):
+                sums = step.anchor_micro_batch(model, next(anchors), objective, weights, sums, runtime)
             runtime.mark_step()
         return sums, None
 
@@ -219,8 +193,9 @@ def _steps(
             if run.stopping and runtime.agree(bool(failed)):
                 set_random_states(random)  # this step has not begun
                 run.give_up(failed)
-            lr = set_lr(run.optimizer, lr_factor(optim, done, loop.max_steps))
-            means = optimizer_step(run.optimizer, optimized(run.optimizer), sums, optim.clip_grad_norm, runtime)
+            lr = optimizers.set_lr(run.optimizer, optimizers.lr_factor(optim, done, loop.max_steps))
+            parameters = optimizers.optimized(run.optimizer)
+            means = step.optimizer_step(run.optimizer, parameters, sums, optim.clip_grad_norm, runtime)
             watch.mark(OPTIMIZER_TRACED)
             run.progress.step += 1
             run.log.add(run.step, lr, means)

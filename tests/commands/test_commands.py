@@ -193,8 +193,8 @@ def test_an_interrupted_recovery_goes_on_to_the_same_result(done, tmp_path, monk
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*arguments)
 
-    real = loop.micro_batch
-    monkeypatch.setattr(loop, "micro_batch", interrupting)
+    real = loop.step.micro_batch
+    monkeypatch.setattr(loop.step, "micro_batch", interrupting)
     options = recover_options(done["student"], done["cache"], tmp_path / "run", train_scales=train_scales)
     with pytest.raises(InterruptedRunError, match="after step 3 of 8") as caught:
         call("recover", options)

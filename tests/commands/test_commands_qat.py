@@ -201,8 +201,8 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(case, tiny, work, tmp_path
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*arguments, **named)
 
-    real = loop.micro_batch
-    monkeypatch.setattr(loop, "micro_batch", interrupting)
+    real = loop.step.micro_batch
+    monkeypatch.setattr(loop.step, "micro_batch", interrupting)
     cut = options(tiny, work[0], tmp_path / "cut", **CASES[case])
     with pytest.raises(InterruptedRunError, match="after step 3 of 6"):
         call("qat", cut)

@@ -162,7 +162,7 @@ def test_every_error_of_the_disk_is_one_line_from_the_command_line_and_from_pyth
     def fails(*_):
         raise OSError(number, os.strerror(number), "/out/a\nfile")
 
-    monkeypatch.setattr(launch, "plan_run", fails)
+    monkeypatch.setattr(launch.select, "plan_run", fails)
     options = SimpleNamespace(run=RunConfig(device="cpu"), dry_run=False)
     with pytest.raises(QatLoraError, match="file: .*; "):
         launch.run(registry.COMMANDS["quantize"], options)

@@ -69,7 +69,7 @@ def test_a_run_that_does_not_fit_says_what_to_lower(tiny, tmp_path, monkeypatch)
     def starved(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
 
-    monkeypatch.setattr(loop, "micro_batch", starved)
+    monkeypatch.setattr(loop.step, "micro_batch", starved)
     config = LoopConfig(batch_size=8, max_steps=2, gradient_checkpointing=True)
     with pytest.raises(OutOfMemoryError, match="9.00 GiB.*--batch-size 4 --accumulation-steps 2") as caught:
         call("recover", recover_options(student, cache, tmp_path / "run", loop=config))
@@ -148,6 +148,6 @@ def test_a_run_that_will_not_fit_is_warned_of_before_it_starts(tiny, tmp_path, c
     text = memory_warning(command, options, files)
     assert re.match(r"warning: this quantisation is estimated to need [0-9.]+ GiB, and 0.0 GiB are free; .*Try ", text)
     assert memory_warning(command, replace(options, preset="no such"), files) == ""  # refused by the command itself
-    monkeypatch.setattr("qat_lora.runtime.launch.start.free_memory_bytes", lambda: files)
+    monkeypatch.setattr("qat_lora.runtime.launch.select.free_memory_bytes", lambda: files)
     run(command, options)
     assert capsys.readouterr().err.count("the system may end it") == 1

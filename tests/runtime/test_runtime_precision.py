@@ -82,7 +82,7 @@ def test_what_needs_float32_weights_gets_them_and_says_why(options, flag):
 @pytest.mark.parametrize("quiet", [False, True])
 def test_a_command_sees_the_type_and_people_the_reason(monkeypatch, capsys, quiet):
     monkeypatch.setattr(Command, "load", lambda self, name="function": lambda options, runtime: options.run.dtype)
-    monkeypatch.setattr("qat_lora.runtime.launch.start.make_runtime", lambda *_: NativeRuntime("cpu"))
+    monkeypatch.setattr("qat_lora.runtime.launch.select.make_runtime", lambda *_: NativeRuntime("cpu"))
     options = RecoverOptions(
         checkpoint="q", kd_cache_dir="c", train_norms=True, run=RunConfig(device="cpu", quiet=quiet)
     )

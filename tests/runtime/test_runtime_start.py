@@ -49,7 +49,7 @@ def test_the_device_is_chosen_before_the_command_is_imported(monkeypatch):
             happened.append(("import", self.function))
             return lambda options, runtime: (options, runtime)
 
-    monkeypatch.setattr(launch, "make_runtime", make)
+    monkeypatch.setattr(launch.select, "make_runtime", make)
     options = SimpleNamespace(run=RunConfig(device="cpu", dtype="float32"))
     given, runtime = launch.run(Imported("command", "some.module", "A command."), options)
     assert given is options and isinstance(runtime, Runtime)
@@ -60,7 +60,7 @@ def test_a_missing_device_stops_before_any_import(monkeypatch):
     def none(device, tpu, chips):
         raise DeviceError("none here")
 
-    monkeypatch.setattr(launch, "plan_run", none)
+    monkeypatch.setattr(launch.select, "plan_run", none)
     with pytest.raises(DeviceError):
         launch.run(COMMANDS["recover"], SimpleNamespace(run=RunConfig(), dry_run=False))
 
@@ -72,7 +72,7 @@ def test_what_computes_nothing_asks_for_no_device(monkeypatch, capsys, command):
 
     planned = DryRun({"steps": 3}, "three steps", Requirements("this run", 1, 1, 1))
     functions = {"function": lambda options, runtime: runtime.description, "plan": lambda options: planned}
-    monkeypatch.setattr(launch, "plan_run", none)
+    monkeypatch.setattr(launch.select, "plan_run", none)
     monkeypatch.setattr(Command, "load", lambda self, name="function": functions[name])
     for quiet in (False, True):
         options = SimpleNamespace(run=RunConfig(device="tpu", json=quiet), dry_run=True)

@@ -182,7 +182,7 @@ def test_two_trainers_on_one_folder(tiny, tmp_path):
     from qat_lora.train import loop as loop_module
 
     options = text_options(tiny.teacher, tiny.text, tmp_path / "run", "ce")
-    real, refusals = loop_module.micro_batch, []
+    real, refusals = loop_module.step.micro_batch, []
 
     def intruded(*args):
         if not refusals:
@@ -193,7 +193,7 @@ def test_two_trainers_on_one_folder(tiny, tmp_path):
         return real(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop_module, "micro_batch", intruded)
+        patch.setattr(loop_module.step, "micro_batch", intruded)
         with pytest.raises(InterruptedRunError):
             call("recover", options)
     assert len(refusals) == 1

@@ -394,13 +394,13 @@ def test_a_checkpoint_is_due_after_some_minutes(tmp_path, monkeypatch):
     """Looked at every log interval, of two steps here, on a clock that a step takes a minute on."""
     from qat_lora.train import callbacks, loop
 
-    now, real = [0.0], loop.optimizer_step
+    now, real = [0.0], loop.step.optimizer_step
 
     def step(*args):
         now[0] += 60
         return real(*args)
 
-    monkeypatch.setattr(loop, "optimizer_step", step)
+    monkeypatch.setattr(loop.step, "optimizer_step", step)
     monkeypatch.setattr(callbacks.time, "monotonic", lambda: now[0])
     changed = {"save_steps": 100, "keep_checkpoints": 100, "log_steps": 2}
     run(tmp_path / "run", save_minutes=2.5, **changed)
@@ -439,8 +439,8 @@ def test_a_norm_that_is_no_number_is_never_logged(tmp_path, monkeypatch):
         means = optimizer_step(optimizer, parameters, sums, clip, runtime)
         return means | {"grad_norm": means["grad_norm"] / 0.0}
 
-    optimizer_step = loop.optimizer_step
-    monkeypatch.setattr(loop, "optimizer_step", steps)
+    optimizer_step = loop.step.optimizer_step
+    monkeypatch.setattr(loop.step, "optimizer_step", steps)
     with pytest.raises(DivergedError, match="grad_norm: inf at step 1"):
         run(tmp_path / "run")
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "" and not checkpoints(tmp_path / "run" / "checkpoints")

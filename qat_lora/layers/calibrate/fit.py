@@ -22,17 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.layers.lora import Factors
+from qat_lora.quant import initialize
 from qat_lora.quant.gptq import Curvature, cholesky
-from qat_lora.quant.initialize import (
-    COMPENSATED,
-    ROUNDS,
-    TWO_SIDED_ROUNDS,
-    Method,
-    QuantizedWeight,
-    quantize_weight,
-    refine,
-    refine_rows,
-)
+from qat_lora.quant.initialize import COMPENSATED, ROUNDS, TWO_SIDED_ROUNDS, Method, QuantizedWeight
 from qat_lora.quant.spec import QuantSpec
 
 TURNS = 3  # of codes and adapter; the fourth changed the objective by less than 1 %
@@ -212,7 +204,8 @@ class _Solver(NamedTuple):
 
     def quantised(self, weights_OI: Sequence[Tensor], rounds: int = ROUNDS) -> list[QuantizedWeight]:
         """Return codes and scales of every weight, where the weights are."""
-        found = quantize_weight(self._stacked(weights_OI), self.spec, self.settings.method, self.curvature, rounds)
+        weights, method = self._stacked(weights_OI), self.settings.method
+        found = initialize.quantize_weight(weights, self.spec, method, self.curvature, rounds)
         return found.to(weights_OI[0].device).split(len(weights_OI))
 
     def with_adapter(self, weights_OI: Sequence[Tensor], metrics: Sequence[Metric], rank: int) -> list[QuantizedWeight]:
@@ -234,7 +227,7 @@ class _Solver(NamedTuple):
             return list(found)
         aim = self._stacked(aims)
         start = QuantizedWeight.joined(found).to(aim.device)
-        refined = refine(aim, self.spec, start, self.curvature, ROUNDS - TURN_ROUNDS)
+        refined = initialize.refine(aim, self.spec, start, self.curvature, ROUNDS - TURN_ROUNDS)
         split = refined.to(weights_OI[0].device).split(len(found))
         return [new if rest(i, new)[1] < least[i] else found[i] for i, new in enumerate(split)]
 
@@ -254,6 +247,7 @@ class _Solver(NamedTuple):
             ]
             outputs = [metric.outputs.beyond(columns) for metric, columns in zip(metrics, spanned, strict=True)]
             start = QuantizedWeight.joined(found).to(aim.device)
-            fitted = refine_rows(aim, self.spec, start, self.curvature, torch.stack(outputs).to(aim.device), rounds)
+            stacked = torch.stack(outputs).to(aim.device)
+            fitted = initialize.refine_rows(aim, self.spec, start, self.curvature, stacked, rounds)
             found = fitted.to(weights_OI[0].device).split(len(found))
         return found

@@ -34,14 +34,8 @@ from qat_lora.registry import COMMANDS, Command
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.collectives import free_port, group_size
 from qat_lora.runtime.host.signals import passed_on
-from qat_lora.runtime.launch.select import (
-    ChipsConfig,
-    DeviceChoice,
-    LaunchPlan,
-    free_memory_bytes,
-    make_runtime,
-    plan_run,
-)
+from qat_lora.runtime.launch import select
+from qat_lora.runtime.launch.select import ChipsConfig, DeviceChoice, LaunchPlan
 from qat_lora.runtime.precision import with_dtype
 from qat_lora.terminal import any_text, echo
 
@@ -55,7 +49,7 @@ def run(command: Command, options: Any) -> Any:
     asked = options.run
     if command.device == "none" or (command.plan and options.dry_run):  # a dry run needs shapes alone
         return work_here(command, options, DeviceChoice("cpu"))
-    plan = plan_run(asked.device, asked.tpu, asked.chips)
+    plan = select.plan_run(asked.device, asked.tpu, asked.chips)
     several = plan.chips != 1 or asked.chips.parallel == "spmd" or group_size() > 1
     if several and command.device != "several chips":
         allowed = ", ".join(words for words, other in COMMANDS.items() if other.device == "several chips")
@@ -82,7 +76,7 @@ def start(plan: LaunchPlan, work: Callable[[], Any], start_method: Literal["spaw
 @any_text()
 def work_here(command: Command, options: Any, device: DeviceChoice) -> Any:
     """Run a command, or show its plan, on the device of this process, quietly unless this is the main one."""
-    runtime = make_runtime(device, options.run.chips)
+    runtime = select.make_runtime(device, options.run.chips)
     is_plan = bool(command.plan and options.dry_run)
 
     def main() -> Any:
@@ -95,7 +89,7 @@ def work_here(command: Command, options: Any, device: DeviceChoice) -> Any:
         with disk_errors_explained(), memory_errors_explained(lambda: command.load("advice")(mine)):
             if not is_plan:
                 own = device.kind in ("cpu", "mps") and command.plan and not mine.run.quiet  # the memory is the host's
-                if own and (warning := command.load("warning")(command, mine, free_memory_bytes())):
+                if own and (warning := command.load("warning")(command, mine, select.free_memory_bytes())):
                     echo(warning, err=True)
                 return command.load()(mine, runtime)
             planned = command.load("plan")(mine)
@@ -116,10 +110,10 @@ def notebook_launch(
     that has touched the accelerator, or run a backward pass, has to be restarted. Without a model to share, plain
     `train_recovery_lora(num_chips=...)` is safer. Raises the first cause (QatLoraError).
     """
-    plan = plan_run(device, False, ChipsConfig(num_chips=str(num_chips)))
+    plan = select.plan_run(device, False, ChipsConfig(num_chips=str(num_chips)))
 
     def work() -> Any:
-        runtime = make_runtime(plan.device)
+        runtime = select.make_runtime(plan.device)
         return runtime.launch(lambda: fn(runtime, model))
 
     return start(plan, work, "fork")
