@@ -84,7 +84,7 @@ def optimizer_step(
     runtime.reduce_gradients(parameters)
     together = runtime.all_reduce_mean(torch.stack([value.float() for value in sums.values()]))  # one exchange for all
     sums = dict(zip(sums, together.unbind(), strict=True))
-    tokens = sums["tokens"].clamp_min(1.0)
+    tokens = torch.where(sums["tokens"] > 0, sums["tokens"], 1.0)  # a sum of weights may be below 1
     gradients = [p.grad for p in parameters if p.grad is not None]
     # By rows first: one sum of millions of squares loses the small ones.
     rows = [(g * g).sum(-1).flatten() for g in gradients]  # not `vector_norm`: twelve operations of a graph each
@@ -149,7 +149,7 @@ def anchor_micro_batch(
     """Run forward and backward on a batch of `anchor_batches`; return the step's `sums` with its own added."""
     counts = torch.stack([sums["tokens"].float(), batch["target_mask"].sum(dtype=torch.float32)])
     tokens, own_tokens = runtime.all_reduce_mean(counts).unbind()
-    ratio = tokens / own_tokens.clamp_min(1.0)
+    ratio = tokens / torch.where(own_tokens > 0, own_tokens, 1.0)
     distance = ObjectiveConfig("ghost", loss_chunk_mb=objective.loss_chunk_mb, loss_walk=objective.loss_walk)
     own = micro_batch(model, batch, distance, {"kd": weights["anchor"] * ratio})
     return sums | {"loss": sums["loss"] + own["loss"], "loss_anchor": sums["loss_anchor"] + own["loss_kd"] * ratio}

@@ -119,3 +119,20 @@ def test_nothing_is_read_back_from_the_device(monkeypatch):
     for reader in ("item", "__bool__", "__float__", "__int__", "tolist", "numpy"):
         monkeypatch.setattr(torch.Tensor, reader, trap)
     step([EIGHT[:4], EIGHT[4:]], clip=0.1)
+
+
+@pytest.mark.parametrize("weight", [1e-4, 0.25, 3.0])
+def test_a_step_is_the_mean_by_weight_however_small_the_weights_are(weight):
+    """Equal weights change nothing: also where they add up to less than one."""
+    plain, expected = step([EIGHT])
+    toy = Toy()
+    parameters = list(toy.train_state().trained.values())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    batch = tensors(EIGHT)
+    batch["weights"] = torch.full(batch["target_mask"].shape, weight)
+    sums = add_sums(zero_sums(OBJECTIVE, torch.device("cpu")), micro_batch(toy, batch, OBJECTIVE, WEIGHTS))
+    means = optimizer_step(torch.optim.SGD(parameters, lr=1.0), parameters, sums, 1e9, select_runtime("cpu"))
+    assert means["loss"].item() == pytest.approx(expected["loss"].item(), rel=1e-5)
+    for name, parameter in toy.train_state().trained.items():
+        torch.testing.assert_close(parameter, plain.train_state().trained[name], rtol=1e-5, atol=1e-6)
