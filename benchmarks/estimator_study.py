@@ -35,7 +35,7 @@ import random
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,17 +101,7 @@ def main() -> None:
     cases = list(all_cases(arguments))
     draws = max((c.draws or 1 for c in cases if c.label == "sampled"), default=1)
     caches = {k: build(arguments, seen, out, k, draws) for k in arguments.k}
-    student = run(
-        COMMANDS["quantize"],
-        QuantizeOptions(
-            model=arguments.teacher,
-            preset=arguments.preset,
-            init="gptq",
-            kd_cache_dir=str(caches[max(arguments.k)]),
-            start_rank=arguments.rank,
-            run=part(arguments, out / "student"),
-        ),
-    )
+    student = Path(arguments.student) if arguments.student else quantised(arguments, caches, out)
     own = {case: build_compressed(arguments, seen, out, case) for case in cases if case.compressed}
     caches = {case: own[case] if case.compressed else caches[case.k or max(arguments.k)] for case in cases}
     costs = {case: cost(case, caches[case]) for case in cases}
@@ -136,6 +126,21 @@ def main() -> None:
     print((out / "estimator_study.md").read_text(encoding="utf-8"))
 
 
+def quantised(arguments: argparse.Namespace, caches: Mapping[int, Path], out: Path) -> Path:
+    """Return the student that all cases begin with."""
+    return run(
+        COMMANDS["quantize"],
+        QuantizeOptions(
+            model=arguments.teacher,
+            preset=arguments.preset,
+            init="gptq",
+            kd_cache_dir=str(caches[max(arguments.k)]),
+            start_rank=arguments.rank,
+            run=part(arguments, out / "student"),
+        ),
+    )
+
+
 def parse() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -156,6 +161,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tail-draws", type=int, default=8, help="draws of hybrid")
     parser.add_argument("--seeds", type=numbers, default=(0, 1, 2))
     parser.add_argument("--preset", default="w2g64")
+    parser.add_argument("--student", help="a quantised student of an earlier study, instead of one made here")
     parser.add_argument("--length", type=int, default=256, help="tokens of a row")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--batch", type=int, default=16, help="rows of a step")

@@ -151,6 +151,7 @@ class RandomRow:
         self.loss_mask = np.ones(length, np.uint8)
         self.doc_starts = rng.random(length) < 0.2
         self.cursor = number + 1
+        self.weights = None
 
 
 class Teacher:

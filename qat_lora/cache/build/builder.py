@@ -154,7 +154,7 @@ def run_batch(
             array[place] = values
     inputs["documents"] = np.cumsum(inputs["doc_starts"], axis=1, dtype=np.int32)
     documents_BP = np.ones((shape[0], shape[1] - 1), np.float32)  # the weights of their documents
-    for place, row in enumerate(rows):
+    for place, row in enumerate(rows if held.weights else ()):
         documents_BP[place] = 1 if row.weights is None else row.weights[1:]
     if isinstance(teacher, ServedTeacher):
         return {**inputs, **teacher.arrays(inputs, held), **({"weights": documents_BP} if held.weights else {})}
