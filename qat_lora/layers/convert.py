@@ -17,7 +17,7 @@ from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.experts import is_router
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear, share_inputs
 from qat_lora.layers.quant_linear import QuantLinear, TiedEmbedding, dense_linear, embedding_of, join_dense
-from qat_lora.quant.presets import MLP, Preset
+from qat_lora.quant.presets import MLP, Preset, checked_pattern
 from qat_lora.quant.spec import QuantSpec
 
 LM_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)$")
@@ -170,14 +170,10 @@ def add_lora(
     """
     if lora_layers(model):
         raise ModelError("model: has recovery adapters already; load the base without them")
-    pattern = config.lora_targets or (MLP if config.mlp_only else ".")
-    try:
-        match = re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"lora_targets: {pattern!r} is not a regular expression ({error})") from None
+    pattern = checked_pattern("lora_targets", config.lora_targets or (MLP if config.mlp_only else "."))
     layers = {name: layer for name, layer in linear_layers(model) if not is_router(model, name)}
     given = dict.fromkeys(layers, config.rank) if ranks is None else ranks
-    targets = {name: given[name] for name in layers if match.search(name) and name in given}
+    targets = {name: given[name] for name in layers if re.search(pattern, name) and name in given}
     if not targets:
         why = "its target size left no layer an adapter" if ranks == {} else f"{pattern!r} matches no linear layer"
         raise ConfigError(f"lora_targets: {why}; there are: {_some(list(layers))}")

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qat_lora.config import from_dict
-from qat_lora.errors import ModelError
+from qat_lora.errors import OF_DATA, ModelError, errors_explained
 from qat_lora.files.checksums import NOTE, STATE, check_folder, is_state, read_object, seal, sha256_of
 from qat_lora.files.finite import check_finite, json_text
 from qat_lora.files.gguf_header import ADAPTER, BASE, read_header
@@ -120,7 +120,7 @@ def check_tokenizer(adapter: Path, base: Path) -> None:
 def read_adapter(folder: Path) -> AdapterInfo:
     """Read an adapter's settings; ModelError: no LoRA, or with settings of others'; DamagedFileError: other files."""
     check_folder(folder)
-    try:
+    with errors_explained(ModelError, f"adapter: {folder} is no PEFT folder", *OF_DATA, passing=ModelError):
         config = read_object(folder / CONFIG)
         if config["peft_type"] != "LORA":
             raise ModelError(f"adapter: {folder} is of kind {config['peft_type']}; only LORA is supported")
@@ -138,10 +138,6 @@ def read_adapter(folder: Path) -> AdapterInfo:
         if not isinstance(base, str) or not all(isinstance(sha256, str | None) for sha256 in sums):
             raise ModelError(f"adapter: {folder} names its base as {base!r} with sha256 {sums}; all three are texts")
         return AdapterInfo(folder, base, sums[0], from_dict(LoraConfig, settings), sums[1], ranks)
-    except ModelError:
-        raise
-    except (OSError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
-        raise ModelError(f"adapter: {folder} is no PEFT folder ({error})") from None
 
 
 def _ranks(folder: Path, config: dict[str, Any]) -> dict[str, int] | None:
@@ -154,10 +150,9 @@ def _ranks(folder: Path, config: dict[str, Any]) -> dict[str, int] | None:
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
-    try:
+    remedy = "the folder is incomplete or damaged"
+    with errors_explained(ModelError, f"adapter: {file} cannot be read", OSError, SafetensorError, remedy=remedy):
         tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"adapter: {file} cannot be read ({error}); the folder is incomplete or damaged") from None
     check_finite(tensors, file)
     return tensors
 
@@ -222,17 +217,14 @@ def engine_adapter(folder: Path) -> Path | None:
 
 def load_engine_adapter(model: CausalLM, file: Path) -> None:
     """Put the adapter of `engine_adapter` on its base; ModelError: factors that do not fit it, or that are none."""
-    try:
+    what, remedy = f"adapter: {file} does not fit the base beside it", "export both again"
+    with errors_explained(ModelError, what, *OF_DATA, remedy=remedy, passing=ModelError):
         factors = {ADAPTER: _of_gguf, MLX.name: _of_mlx, STATE: _of_state}[file.name](model, file)
         ranks = {name: len(of.a_RI) for name, of in factors.items()}
         if factors:
             pattern = "|".join(f"^{re.escape(name)}$" for name in factors)
             config = LoraConfig(recovery_r=max(ranks.values()), lora_targets=pattern)
             add_lora(model.module, config, factors, ranks)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, ModelError):
-            raise
-        raise ModelError(f"adapter: {file} does not fit the base beside it ({error!r}); export both again") from None
 
 
 def _of_gguf(model: CausalLM, file: Path) -> dict[str, Factors]:

@@ -30,7 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as hf_logging
 
-from qat_lora.errors import ModelError, QatLoraError, one_line
+from qat_lora.errors import ModelError, errors_explained
 from qat_lora.files import checksums
 from qat_lora.files.finite import check_finite
 from qat_lora.files.gguf_header import BASE, GGUF, read_header
@@ -85,23 +85,18 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
         return path
     if path.exists() or is_file_name or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(f"model: there is no folder {path}; give a Hugging Face folder or a Hub name, OWNER/NAME")
-    try:
+    with errors_explained(ModelError, f"model: {name} is neither a folder here nor to be had from the Hub"):
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
-    except Exception as error:
-        reason = one_line(error, 200)
-        raise ModelError(f"model: {name} is neither a folder here nor to be had from the Hub ({reason})") from None
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """Load a folder's tokenizer; ModelError: none, or one that has no fingerprint; DamagedFileError: other files."""
     checksums.check_folder(folder, checksums.TOKENIZER)
-    try:
+    remedy = "copy the model's tokenizer.json"
+    with errors_explained(ModelError, f"tokenizer: {folder} has none that loads", remedy=remedy):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        found = f"{folder} has none that loads ({one_line(error, 200)})"
-        raise ModelError(f"tokenizer: {found}; copy the model's tokenizer.json") from None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     # Where the files are missing, transformers makes a tokenizer of special tokens alone, which drops all text.
     if backend is None or set(backend.get_vocab(with_added_tokens=False)) <= set(tokenizer.all_special_tokens):
@@ -300,29 +295,23 @@ def load_model(
     misshapen tensor, NaN or infinity. DamagedFileError: not what was written. MissingExtraError: a library is not
     installed.
     """
-    folder, config = resolve_model(name, hub.revision), None
-    try:
-        with _quiet():
-            config, state = _foreign(folder, hub, dequantize)
-            implementation = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
-            kind = getattr(transformers, auto_class(config)) if state is None else type(on_meta(config))
-            module, report = kind.from_pretrained(
-                folder if state is None else None,
-                config=config,
-                state_dict=state,
-                dtype="auto" if dtype == "stored" and state is None else DTYPES.get(dtype, torch.float32),
-                device_map=device_map,
-                trust_remote_code=hub.trust_remote_code,
-                attn_implementation=implementation,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # reported below, by name
-                output_loading_info=True,
-            )
-    except QatLoraError:
-        raise
-    except Exception as error:
-        reason = one_line(error, 300)
-        raise ModelError(f"model: {folder} does not load as a causal language model ({reason})") from None
+    folder = resolve_model(name, hub.revision)
+    with errors_explained(ModelError, f"model: {folder} does not load as a causal language model"), _quiet():
+        config, state = _foreign(folder, hub, dequantize)
+        implementation = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+        kind = getattr(transformers, auto_class(config)) if state is None else type(on_meta(config))
+        module, report = kind.from_pretrained(
+            folder if state is None else None,
+            config=config,
+            state_dict=state,
+            dtype="auto" if dtype == "stored" and state is None else DTYPES.get(dtype, torch.float32),
+            device_map=device_map,
+            trust_remote_code=hub.trust_remote_code,
+            attn_implementation=implementation,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
+            output_loading_info=True,
+        )
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(problem):
             names = ", ".join(sorted(map(_tensor_name, report[problem]))[:6])
@@ -372,14 +361,11 @@ def _foreign(folder: Path, hub: HubConfig, dequantize: bool) -> tuple[Any, dict[
 
 def read_state(file: Path) -> dict[str, Tensor]:
     """Return the tensors of an export's state dict, no code of its run; ModelError: it holds anything else."""
-    try:
-        state = torch.load(file, weights_only=True, map_location="cpu")
+    with errors_explained(ModelError, f"model: {file} is no state dict that can be read", remedy="export it again"):
+        state = dict(torch.load(file, weights_only=True, map_location="cpu"))
         if all(isinstance(tensor, Tensor) for tensor in state.values()):
-            return dict(state)
-        reason = "it holds more than tensors"
-    except Exception as error:  # of the archive or of what is pickled in it
-        reason = one_line(error, 120)
-    raise ModelError(f"model: {file} is no state dict that can be read ({reason}); export it again")
+            return state
+        raise ValueError("it holds more than tensors")
 
 
 def on_meta(config: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qat_lora.errors import ModelError
+from qat_lora.errors import OF_DATA, ModelError, errors_explained
 from qat_lora.extras import require
 from qat_lora.files.checksums import weight_files
 from qat_lora.quant.codes import unpack
@@ -39,14 +39,10 @@ def dense_state(folder: Path, config: dict[str, Any]) -> Tensors | None:
     state: Tensors = {}
     for file in weight_files(folder):
         state |= load_file(file)
-    try:
-        mark, parts, read = READERS[method]
+    mark, parts, read = READERS[method]
+    with errors_explained(ModelError, f"model: {folder} is not as {method} writes it", *OF_DATA):
         layers = sorted(name.removesuffix(mark) for name in state if name.endswith(mark))
         dense = {f"{layer}.weight": read(state, layer, quantization) for layer in layers}
-    except (KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        if isinstance(error, ModelError):
-            raise
-        raise ModelError(f"model: {folder} is not as {method} writes it ({error!r})") from None
     packed = {f"{layer}.{part}" for layer in layers for part in parts}
     return {name: tensor.float() for name, tensor in state.items() if name not in packed} | dense
 
