@@ -10,7 +10,6 @@ wrong order, or rounded too far, shows here. Factors keep the type that their fi
 import functools
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,19 +64,10 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
     ranks = {name: layer.lora_A.shape[0] for name, layer in layers.items()}
     most = max(ranks.values())
     alpha, differ = lora.alpha * (most / lora.rank), {name: rank for name, rank in ranks.items() if rank != most}
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
-        "r": most,
-        "lora_alpha": alpha,
-        "rank_pattern": differ,
-        "alpha_pattern": {name: alpha / most * rank for name, rank in differ.items()},
-        "lora_dropout": lora.dropout,
-        "target_modules": sorted(layers),
-        "inference_mode": True,
-        **{name: off[0] for name, off in OFF.items()},
-    }
+    config: dict[str, Any] = {name: off[0] for name, off in OFF.items()} | {"inference_mode": True}
+    config |= {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base)}
+    config |= {"r": most, "lora_alpha": alpha, "lora_dropout": lora.dropout, "target_modules": sorted(layers)}
+    config |= {"rank_pattern": differ, "alpha_pattern": {name: alpha / most * rank for name, rank in differ.items()}}
     check_finite(tensors, f"adapter for {out}")
     settings = json_text(config, out / CONFIG, indent=2)
     save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
@@ -191,14 +181,10 @@ def save_starts(starts: dict[str, Factors], out: Path) -> None:
 
 def load_starts(folder: Path) -> dict[str, Factors]:
     """Read adapter starts, {} where the checkpoint has none; ModelError: the file is damaged."""
-    if not (folder / STARTS).is_file():
-        return {}
-    tensors = _read_tensors(folder / STARTS)
-    names = sorted({key.rsplit(".", 1)[0] for key in tensors})
-    try:
-        return {n: Factors(tensors[f"{n}.lora_A"].float(), tensors[f"{n}.lora_B"].float()) for n in names}
-    except KeyError as error:
-        raise ModelError(f"start: {folder / STARTS} lacks {error}; quantise the model again") from None
+    file = folder / STARTS
+    tensors = _read_tensors(file) if file.is_file() else {}
+    with errors_explained(ModelError, f"start: {file} lacks a factor", KeyError, remedy="quantise the model again"):
+        return _paired(tensors, ("lora_A", "lora_B"))
 
 
 def allocated_ranks(folder: Path) -> dict[str, int] | None:
@@ -247,19 +233,16 @@ def _of_gguf(model: CausalLM, file: Path) -> dict[str, Factors]:
 def _of_mlx(_model: CausalLM, file: Path) -> dict[str, Factors]:
     check_folder(file.parent)
     scale = read_object(file.parent / CONFIG)["lora_parameters"]["scale"]
-    return _paired(load_file(file), ("lora_a", "lora_b"), scale, Tensor.t)
+    return _paired({name: factor.t() for name, factor in load_file(file).items()}, ("lora_a", "lora_b"), scale)
 
 
 def _of_state(_model: CausalLM, file: Path) -> dict[str, Factors]:
     scale = read_object(file.parent / "config.json").get(SCALE, 1.0)
-    return _paired(read_state(file), ("lora_A", "lora_B"), scale, Tensor.clone)
+    return _paired(read_state(file), ("lora_A", "lora_B"), scale)
 
 
-def _paired(
-    state: dict[str, Tensor], ends: tuple[str, str], scale: float, turned: Callable[[Tensor], Tensor]
-) -> dict[str, Factors]:
-    """Return the factors of a file by layer; `ends` end their names, and `turned` makes them [R, I] and [O, R]."""
-    first, second = (f".{end}" for end in ends)
-    layers = [name.removesuffix(first) for name in state if name.endswith(first)]
-    pairs = {name: (turned(state[name + first].float()), turned(state[name + second].float())) for name in layers}
-    return {name: Factors(a_RI, b_OR * scale) for name, (a_RI, b_OR) in pairs.items()}
+def _paired(state: dict[str, Tensor], ends: tuple[str, str], scale: float = 1.0) -> dict[str, Factors]:
+    """Return factors [R, I] and [O, R] of a file, float32, by layer; `ends` end their names. KeyError: one is alone."""
+    first, second = ends
+    layers = sorted({name.rpartition(".")[0] for name in state if name.endswith(ends)})
+    return {n: Factors(state[f"{n}.{first}"].float(), state[f"{n}.{second}"].float() * scale) for n in layers}
