@@ -35,9 +35,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.export import integers as containers
+from qat_lora.export import containers
+from qat_lora.export.containers import Integers, as_integers, needed_bits, packable, save_packed
 from qat_lora.export.forms import ExportJob, ExportPlan
-from qat_lora.export.integers import Integers, as_integers, needed_bits, packable, save_packed
 from qat_lora.export.plain import with_adapter
 from qat_lora.extras import require
 from qat_lora.files.checksums import seal
