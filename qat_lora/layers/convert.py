@@ -37,10 +37,8 @@ def linear_layers(model: nn.Module, lm_head: bool = False) -> Iterator[tuple[str
     """Yield linear layers by name, without those inside adapters, or else the LM head; ModelError: GPT-2's `Conv1D`."""
     for name, module in model.named_modules():
         if type(module).__name__ == "Conv1D":
-            raise ModelError(
-                f"model: {name} is a GPT-2 style Conv1D, which PEFT and the exporters store transposed; "
-                "quantising this family is not supported. Use a Qwen, Llama or Gemma style model"
-            )
+            why = "which PEFT and the exporters store transposed; quantising this family is not supported"
+            raise ModelError(f"model: {name} is a GPT-2 style Conv1D, {why}. Use a Qwen, Llama or Gemma style model")
         if isinstance(module, nn.Linear) and bool(LM_HEAD.search(name)) == lm_head:
             yield name.removesuffix(".base"), module
 
@@ -147,9 +145,7 @@ def tied_embedding(model: nn.Module) -> str | None:
 
 def quant_layers(model: nn.Module) -> dict[str, QuantLinear]:
     """Return the quantised layers by the name they have without adapters."""
-    return {
-        name.removesuffix(".base"): module for name, module in model.named_modules() if isinstance(module, QuantLinear)
-    }
+    return {name.removesuffix(".base"): m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
@@ -183,10 +179,9 @@ def add_lora(
     for name, rank in targets.items():
         most = min(layers[name].in_features, layers[name].out_features)
         if rank > most:
-            raise ConfigError(
-                f"recovery_r: {rank} is more than {name} can have ({layers[name].in_features} inputs, "
-                f"{layers[name].out_features} outputs); give {most} or less, or choose other --lora-targets"
-            )
+            sizes = f"{layers[name].in_features} inputs, {layers[name].out_features} outputs"
+            remedy = f"give {most} or less, or choose other --lora-targets"
+            raise ConfigError(f"recovery_r: {rank} is more than {name} can have ({sizes}); {remedy}")
     model.requires_grad_(False)
     for name, rank in targets.items():
         layer = LoraLinear(layers[name], rank, config.alpha * (rank / config.rank), config.dropout)
