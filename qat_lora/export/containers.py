@@ -112,12 +112,12 @@ def words(codes_OI: Tensor, bits: int) -> Tensor:
     return pack(codes_OI.cpu(), bits).view(torch.int32)
 
 
-def packable(module: nn.Module, without_experts: str = "") -> dict[str, QuantLinear]:
+def packable(module: nn.Module, without_experts: str = "", lm_head: bool = True) -> dict[str, QuantLinear]:
     """Return the quantised layers by name; ModelError where there is none, or experts in a form `without_experts`."""
     if layers := quant_layers(module):
         if without_experts and has_split_experts(module):
             raise ModelError(f"form: {without_experts} is not written for mixtures of experts; give gguf or merged")
-        return layers
+        return {name: layer for name, layer in layers.items() if lm_head or not LM_HEAD.search(name)}
     raise ModelError("model: has no quantised layer to pack; quantise it first with `qat-lora quantize`")
 
 

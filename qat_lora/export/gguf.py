@@ -22,7 +22,7 @@ from torch import nn
 
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.export import containers, gguf_model
-from qat_lora.export.containers import BLOCK, SUPER, Blocks, float_blocks, to_blocks
+from qat_lora.export.containers import BLOCK, SUPER, Blocks, float_blocks, other_tensors, to_blocks
 from qat_lora.export.forms import ExportJob, ExportPlan, display_name
 from qat_lora.export.gguf_model import architecture, gguf_name, vocabulary, write_vocabulary
 from qat_lora.extras import require
@@ -83,7 +83,7 @@ def check_model(job: ExportJob) -> None:
     """Raise a ModelError for an architecture, a layer or a tokenizer that cannot be written, before anything is."""
     model = job.student.model
     architecture(model)
-    for name in (*containers.other_tensors(model.module, torch.float32), *quant_layers(model.module)):
+    for name in (*other_tensors(model.module, torch.float32), *quant_layers(model.module)):
         gguf_name(model, name.removesuffix(".weight").removesuffix(".bias"))
     vocabulary(job.tokenizer, _rows(model))
 
@@ -138,9 +138,7 @@ def save_base(
 def _tensors(model: CausalLM, found: Mapping[str, Blocks | None], dtype: str) -> Iterator[tuple[str, str, Blocks]]:
     """Yield what the file holds, each with its layer and its name there; the bytes of a row of blocks move as one."""
     layers, tied = quant_layers(model.module), tied_embedding(model.module)
-    weights = {
-        key.removesuffix(".weight"): t for key, t in containers.other_tensors(model.module, torch.float32).items()
-    }
+    weights = {key.removesuffix(".weight"): t for key, t in other_tensors(model.module, torch.float32).items()}
     for name in (*weights, *layers):
         owner, bias = name.removesuffix(".bias"), name.endswith(".bias")
         # A tied matrix is one in the file: llama.cpp uses the embedding's for the head.

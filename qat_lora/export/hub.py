@@ -24,15 +24,7 @@ from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.records import Manifest, to_json
 from qat_lora.cache.storage.location import LocalFolder, locate
 from qat_lora.cache.storage.store import Progress, read_manifest, verify_cache
-from qat_lora.errors import (
-    OF_DATA,
-    CacheDamaged,
-    CacheError,
-    ConfigError,
-    ModelError,
-    OutputExistsError,
-    errors_explained,
-)
+from qat_lora.errors import CacheDamaged, CacheError, ConfigError, ModelError, OutputExistsError, errors_explained
 from qat_lora.export.card import check_model_card, dataset_in_words
 from qat_lora.export.forms import display_name
 from qat_lora.files.checksums import check_folder, checkpoint_sha256, read_object
@@ -123,9 +115,7 @@ def _check_texts(folder: Path, files: Iterable[str]) -> None:
         name = Path(file).name
         if name.endswith(WEIGHTS) or name in VOCABULARIES:
             continue
-        with errors_explained(
-            ModelError, f"folder: {file} cannot be read as text", *OF_DATA, remedy="take it out first"
-        ):
+        with errors_explained(ModelError, f"folder: {file} cannot be read as text", remedy="take it out first"):
             text = (folder / file).read_text(encoding="utf-8")
         if match := SECRET.search(text):
             raise ModelError(f"folder: {file} holds what looks like a secret ({match[0][:8]}…); take it out first")
@@ -255,9 +245,8 @@ def pull_cache(repo: str, out: Path, revision: str | None = None, progress: Prog
     with errors_explained(CacheError, f"repo: {repo} cannot be fetched", remedy=remedy):
         fetch(fmt.MANIFEST)
         manifest = read_manifest(draft)
-        missing = sum(
-            entry.bytes for entry in manifest.all_shards if not (draft / f"{entry.shard}.safetensors").exists()
-        )
+        lacking = (entry for entry in manifest.all_shards if not (draft / f"{entry.shard}.safetensors").exists())
+        missing = sum(entry.bytes for entry in lacking)
         if missing > (free := LocalFolder(draft).free_bytes()):
             raise CacheError(f"--out {out}: {missing:,} bytes are to come and {free:,} are free; choose another disk")
         fetch(fmt.MANIFEST, CARD, fmt.LM_HEAD, *_SHARDS)

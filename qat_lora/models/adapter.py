@@ -57,10 +57,8 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
     if not layers:
         raise ModelError("model: has no recovery adapters to save")
     out.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: parameter.detach().cpu().half().contiguous()  # on the host: no graphs of its own on XLA
-        for name, parameter in _factors(layers).items()
-    }
+    # On the host: no graphs of its own on XLA.
+    tensors = {name: factor.detach().cpu().half().contiguous() for name, factor in _factors(layers).items()}
     ranks = {name: layer.lora_A.shape[0] for name, layer in layers.items()}
     most = max(ranks.values())
     alpha, differ = lora.alpha * (most / lora.rank), {name: rank for name, rank in ranks.items() if rank != most}
@@ -101,10 +99,9 @@ def check_tokenizer(adapter: Path, base: Path) -> None:
         return
     found = tokenizer_sha256(load_tokenizer(base))
     if found != wanted:
-        raise ModelError(
-            f"adapter: {adapter} was trained with another tokenizer (fingerprint {wanted[:12]}, the one in {base} is "
-            f"{found[:12]}); put back the tokenizer files that the base came with"
-        )
+        which = f"fingerprint {wanted[:12]}, the one in {base} is {found[:12]}"
+        remedy = "put back the tokenizer files that the base came with"
+        raise ModelError(f"adapter: {adapter} was trained with another tokenizer ({which}); {remedy}")
 
 
 def read_adapter(folder: Path) -> AdapterInfo:
@@ -151,10 +148,8 @@ def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig
     """Put a saved adapter onto its base; ModelError: another base, tensors that do not fit it, or a damaged file."""
     info = read_adapter(folder)
     if info.base_sha256 is not None and info.base_sha256 != base_sha256:
-        raise ModelError(
-            f"adapter: {folder} was trained on another base (fingerprint {info.base_sha256[:12]}, this one is "
-            f"{base_sha256[:12]}); load it on {info.base}"
-        )
+        which = f"fingerprint {info.base_sha256[:12]}, this one is {base_sha256[:12]}"
+        raise ModelError(f"adapter: {folder} was trained on another base ({which}); load it on {info.base}")
     saved = _read_tensors(folder / WEIGHTS)
     wanted = _factors(add_lora(model, info.lora, ranks=info.ranks))
     if wanted.keys() != saved.keys():

@@ -201,7 +201,5 @@ def check_tokens(header: GGUFHeader, tokenizer: Any, folder: Path) -> None:
         found.append(("the number of merges", len(merges), len(known)))
     for what, one, other in found:
         if one != other:
-            raise ModelError(
-                f"tokenizer: {what} is {one!r} in {header.file} and {other!r} in {folder}; they belong to different "
-                "models, so token ids would mean other words"
-            )
+            why = "they belong to different models, so token ids would mean other words"
+            raise ModelError(f"tokenizer: {what} is {one!r} in {header.file} and {other!r} in {folder}; {why}")

@@ -187,10 +187,8 @@ class CausalLM:
     def block_attention(self, keep: Keep, kernel: AttentionKernel | None) -> None:
         """Compute attention in blocks that a compiler can fuse, or by a kernel; `keep` is `Runtime.kept`."""
         if attention.keeps_state(self.config):
-            raise ModelError(
-                "model: it has layers that carry a state, and documents kept apart in it are other shapes in every "
-                "batch, each of which XLA would compile; give --device cpu or cuda"
-            )
+            why = "documents kept apart in it are other shapes in every batch, each of which XLA would compile"
+            raise ModelError(f"model: it has layers that carry a state, and {why}; give --device cpu or cuda")
         blocked = partial(attention.blocked_attention, keep=keep, kernel=kernel)
         self._attend(BLOCKED, partial(attention.tiled_or, attention=blocked))
 
