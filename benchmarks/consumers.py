@@ -37,9 +37,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from qat_lora.export.containers import dense_tables
 from qat_lora.export.gguf import save_base
 from qat_lora.export.gguf_model import gguf_name, row_order
-from qat_lora.export.integers import dense_tables
 from qat_lora.layers.convert import quant_layers
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import load_tokenizer

@@ -9,6 +9,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from qat_lora.terminal import redact
 
@@ -163,6 +164,24 @@ def disk_errors_explained() -> Iterator[None]:
         if found is None:
             raise
         raise found from error
+
+
+# What values raise as they are read that are not what was written.
+OF_DATA = (OSError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError)
+
+
+@contextlib.contextmanager
+def errors_explained(
+    kind: type[QatLoraError], what: str, *errors: type[Exception], remedy: str = "", passing: Any = QatLoraError
+) -> Iterator[None]:
+    """Raise `kind`, "what (the words); remedy", in place of a library's `errors` (default: all); ours are `passing`."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, passing) or not isinstance(error, errors or Exception):
+            raise
+        said = repr(error) if isinstance(error, LookupError) else one_line(error, 300)
+        raise kind(f"{what} ({said}){remedy and f'; {remedy}'}") from None
 
 
 class InterruptedRunError(QatLoraError):

@@ -20,9 +20,9 @@ from qat_lora.errors import ConfigError, QatLoraError
 from qat_lora.evaluate.report import save_json
 from qat_lora.evaluate.score import measure
 from qat_lora.export.card import Card, cache_of_run, labelled, model_card, read_origin, read_scores
+from qat_lora.export.containers import Container, head_importance, with_integers
 from qat_lora.export.forms import FORMS, SEEING, ExportJob, ExportPlan, display_name, usage
 from qat_lora.export.hub import check_repo, files_to_upload, upload, upload_summary
-from qat_lora.export.integers import Container, head_importance, with_integers
 from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256, seal
 from qat_lora.files.folders import moved_into

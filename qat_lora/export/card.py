@@ -14,7 +14,7 @@ import yaml
 
 from qat_lora.cache.storage.store import read_manifest
 from qat_lora.config import load_yaml, parse_yaml
-from qat_lora.errors import ConfigError, DamagedFileError, ModelError
+from qat_lora.errors import OF_DATA, ConfigError, DamagedFileError, ModelError, errors_explained
 from qat_lora.evaluate.report import markdown_table, table_rows
 from qat_lora.export.forms import FORMS, display_name
 from qat_lora.files.outputs import MARK, check_listed
@@ -96,13 +96,11 @@ def read_scores(folder: str) -> dict[str, Any]:
     """Return an evaluation's scores by model; ConfigError: the folder holds none."""
     file = Path(folder) / "scores.json"
     check_listed(file)
-    try:
+    remedy = "give the folder of a `qat-lora eval` run"
+    with errors_explained(ConfigError, f"scores: {file} holds no scores", *OF_DATA, remedy=remedy):
         scores: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         markdown_table(table_rows(scores))  # what the card shows of them is there
         return scores
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        remedy = "give the folder of a `qat-lora eval` run"
-        raise ConfigError(f"scores: {file} holds no scores ({error}); {remedy}") from None
 
 
 def labelled(result: Mapping[str, Any]) -> dict[str, str]:
@@ -162,11 +160,10 @@ def model_card(card: Card) -> str:
 
 def check_model_card(card: Path) -> None:
     """Raise a ModelError where a card cannot be read or names no licence."""
-    try:
+    remedy = "`qat-lora export` writes one"
+    with errors_explained(ModelError, f"card: {card} cannot be read", *OF_DATA, remedy=remedy, passing=ModelError):
         parts = card.read_text(encoding="utf-8").split("---\n")
         front = parse_yaml(parts[1]) if len(parts) > 2 and not parts[0] else None
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
-        raise ModelError(f"card: {card} cannot be read ({error}); `qat-lora export` writes one") from None
     if not isinstance(front, dict) or "license" not in front:
         remedy = "`qat-lora export --license NAME` writes it"
         raise ModelError(f"card: {card} names no licence in its front matter; {remedy}")

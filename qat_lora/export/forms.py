@@ -23,9 +23,8 @@ import yaml
 from torch import Tensor
 
 from qat_lora.errors import ConfigError
-from qat_lora.export.ggml_blocks import BLOCK, SUPER
+from qat_lora.export.containers import BLOCK, SUPER, Container, dense_tables
 from qat_lora.export.gguf_model import own_tensors
-from qat_lora.export.integers import Container, dense_tables
 from qat_lora.extras import require
 from qat_lora.layers.convert import block_of
 from qat_lora.models.load import CausalLM
@@ -46,7 +45,7 @@ class ExportJob:
     container_bits: int | None = None
     exact_only: bool = False
     embedding_bits: float | None = None  # of the embedding and of an LM head without codes; None for as they are
-    importance: Callable[[], Tensor] | None = None  # `integers.head_importance`: mean square of what the LM head reads
+    importance: Callable[[], Tensor] | None = None  # `containers.head_importance`: mean square of the LM head's input
 
 
 @dataclass(frozen=True)

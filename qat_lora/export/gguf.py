@@ -11,7 +11,7 @@ Ollama, whose `Modelfile` stands beside it. The sum is not quantised again, whic
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,10 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.export import gguf_model
+from qat_lora.export import containers, gguf_model
+from qat_lora.export.containers import BLOCK, SUPER, Blocks, float_blocks, other_tensors, to_blocks
 from qat_lora.export.forms import ExportJob, ExportPlan, display_name
-from qat_lora.export.ggml_blocks import BLOCK, SUPER, Blocks, float_blocks, to_blocks
 from qat_lora.export.gguf_model import architecture, gguf_name, vocabulary, write_vocabulary
-from qat_lora.export.integers import dense_tables, other_tensors, quantized_table
 from qat_lora.extras import require
 from qat_lora.files.checksums import read_object
 from qat_lora.files.gguf_header import ADAPTER, BASE
@@ -93,7 +92,7 @@ def table_blocks(job: ExportJob) -> dict[str, Blocks]:
     """Return embedding and LM head without codes on the grid of `embedding_bits`; ConfigError: no block divides one."""
     model, found = job.student.model, {}
     lm_head = model.module.get_output_embeddings()
-    for name, table in dense_tables(model.module).items():
+    for name, table in containers.dense_tables(model.module).items():
         weight = table.weight.detach()
         rows, width = weight.shape
         if job.embedding_bits not in TABLES:
@@ -109,7 +108,7 @@ def table_blocks(job: ExportJob) -> dict[str, Blocks]:
         importance = job.importance() if job.importance and table.weight is lm_head.weight else None
         linear = nn.Linear(width, rows, bias=False, device="meta")
         linear.weight = nn.Parameter(weight, requires_grad=False)
-        held = to_blocks(QuantLinear.from_linear(linear, spec, quantized_table(weight, spec, importance)))
+        held = to_blocks(QuantLinear.from_linear(linear, spec, containers.quantized_table(weight, spec, importance)))
         assert held is not None
         found[name] = held.measured(weight)
     return found
@@ -128,7 +127,7 @@ def save_base(
     gguf_model.write_settings(writer, model, _rows(model))
     write_vocabulary(writer, vocabulary(tokenizer, _rows(model)), tokenizer, name)
     weights: Counter[str] = Counter()
-    for label, blocks in _tensors(model, found, dtype):
+    for label, blocks in _joined(model, _tensors(model, found, dtype)):
         writer.add_tensor(label, blocks.data, raw_dtype=ggml_type(blocks.kind))
         weights[blocks.kind] += int(8 * blocks.data.size / blocks.bits_per_weight)
     writer.add_file_type(FILE_TYPES[weights.most_common(1)[0][0]])
@@ -136,11 +135,10 @@ def save_base(
     _finish(writer)
 
 
-def _tensors(model: CausalLM, found: Mapping[str, Blocks | None], dtype: str) -> Iterator[tuple[str, Blocks]]:
-    """Yield what the file holds, each with its name there; the bytes of a row of blocks move as one."""
+def _tensors(model: CausalLM, found: Mapping[str, Blocks | None], dtype: str) -> Iterator[tuple[str, str, Blocks]]:
+    """Yield what the file holds, each with its layer and its name there; the bytes of a row of blocks move as one."""
     layers, tied = quant_layers(model.module), tied_embedding(model.module)
     weights = {key.removesuffix(".weight"): t for key, t in other_tensors(model.module, torch.float32).items()}
-    stacks: dict[tuple[str, str], list[Blocks]] = {}
     for name in (*weights, *layers):
         owner, bias = name.removesuffix(".bias"), name.endswith(".bias")
         # A tied matrix is one in the file: llama.cpp uses the embedding's for the head.
@@ -153,22 +151,30 @@ def _tensors(model: CausalLM, found: Mapping[str, Blocks | None], dtype: str) ->
             blocks = float_blocks(weight, kind, label)
         elif (order := gguf_model.row_order(model, name)) is not None:
             blocks = replace(blocks, data=blocks.data[order.numpy()])
-        if (stack := siblings_of(owner)) is None:
+        yield owner, label, blocks
+    for label, tensor in gguf_model.own_tensors(model):
+        yield "", label, float_blocks(tensor, "float32", label)
+
+
+def _joined(model: CausalLM, tensors: Iterable[tuple[str, str, Blocks]]) -> Iterator[tuple[str, Blocks]]:
+    """Yield blocks by name, those of a mixture's experts as one tensor's, no byte changed.
+
+    ModelError: a mixture's are of several types, or of some of its experts alone.
+    """
+    stacks: dict[str, list[Blocks]] = {}
+    for layer, label, blocks in tensors:
+        if (stack := siblings_of(layer)) is None:
             yield label, blocks
             continue
-        stacks.setdefault(stack, []).append(blocks)
-        if len(stacks[stack]) == len(model.module.get_submodule(stack[0])):
-            yield label, _stacked(stacks.pop(stack), label)
-    for label, tensor in gguf_model.own_tensors(model):
-        yield label, float_blocks(tensor, "float32", label)
-
-
-def _stacked(experts: list[Blocks], label: str) -> Blocks:
-    """Return the blocks of a layer's experts as one tensor's, no byte changed; ModelError for several types."""
-    if len(kinds := {blocks.kind for blocks in experts}) > 1:
-        of = ", ".join(sorted(kinds))
-        raise ModelError(f"form: gguf holds the experts of {label} in one type, not in {of}; store them alike")
-    return replace(experts[0], data=np.stack([blocks.data for blocks in experts]))
+        stacks.setdefault(label, []).append(blocks)
+        if len(stacks[label]) == len(model.module.get_submodule(stack[0])):
+            experts = stacks.pop(label)
+            if len(kinds := {blocks.kind for blocks in experts}) > 1:
+                of = ", ".join(sorted(kinds))
+                raise ModelError(f"form: gguf holds the experts of {label} in one type, not in {of}; store them alike")
+            yield label, replace(blocks, data=np.stack([blocks.data for blocks in experts]))
+    if stacks:
+        raise ModelError(f"form: a GGUF adapter is for all experts of a layer or none, not for some of {min(stacks)}")
 
 
 def save_lora(model: CausalLM, file: Path, name: str, bits: int = 16) -> None:
@@ -183,22 +189,19 @@ def save_lora(model: CausalLM, file: Path, name: str, bits: int = 16) -> None:
     alphas = {layer.scaling * layer.lora_A.shape[0] for layer in layers.values()}
     alpha = alphas.pop() if len(alphas) == 1 else 0.0
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(alpha))
-    factors: dict[str, list[Blocks]] = {}
-    for layer_name, layer in layers.items():
-        order, label = gguf_model.row_order(model, layer_name), gguf_name(model, layer_name)
-        a, b = layer.lora_A.detach().cpu(), layer.lora_B.detach().cpu() * (1.0 if alpha else layer.scaling)
-        for end, factor in (("a", a), ("b", b if order is None else b[order])):
-            blocks = float_blocks(factor, "float16", f"{layer_name}.lora_{end.upper()}")
-            if bits == 8 and factor.shape[1] % BLOCK == 0:
-                blocks = Blocks("Q8_0", gguf.quantize(factor.float().numpy(), ggml_type("Q8_0")))
-            key, stack = f"{label}.weight.lora_{end}", siblings_of(layer_name)
-            factors.setdefault(key, []).append(blocks)
-            if stack is None or len(factors[key]) == len(model.module.get_submodule(stack[0])):
-                found = factors.pop(key)
-                whole = found[0] if stack is None else _stacked(found, key)
-                writer.add_tensor(key, whole.data, raw_dtype=ggml_type(whole.kind))
-    if factors:
-        raise ModelError(f"form: a GGUF adapter is for all experts of a layer or none, not for some of {min(factors)}")
+
+    def factors() -> Iterator[tuple[str, str, Blocks]]:
+        for name, layer in layers.items():
+            order, label = gguf_model.row_order(model, name), gguf_name(model, name)
+            a, b = layer.lora_A.detach().cpu(), layer.lora_B.detach().cpu() * (1.0 if alpha else layer.scaling)
+            for end, factor in (("a", a), ("b", b if order is None else b[order])):
+                blocks = float_blocks(factor, "float16", f"{name}.lora_{end.upper()}")
+                if bits == 8 and factor.shape[1] % BLOCK == 0:
+                    blocks = Blocks("Q8_0", gguf.quantize(factor.float().numpy(), ggml_type("Q8_0")))
+                yield name, f"{label}.weight.lora_{end}", blocks
+
+    for label, blocks in _joined(model, factors()):
+        writer.add_tensor(label, blocks.data, raw_dtype=ggml_type(blocks.kind))
     _finish(writer)
 
 

@@ -91,9 +91,8 @@ def notes(model: CausalLM) -> list[str]:
     """Return where llama.cpp computes otherwise."""
     config, window = model.config, getattr(model.config, "sliding_window", None)
     used = getattr(config, "use_sliding_window", True) and window and window < config.max_position_embeddings
-    lines = (
-        ["the text part alone: llama.cpp has the rest in an mmproj file, made of the original"] if model.rest else []
-    )
+    text_alone = "the text part alone: llama.cpp has the rest in an mmproj file, made of the original"
+    lines = [text_alone] if model.rest else []
     if used and not architecture(model).gemma:
         lines += [f"attention reaches back {window} tokens here, in llama.cpp over the whole text: longer texts differ"]
     if _rope(config)["rope_type"] == "longrope":
@@ -281,10 +280,9 @@ def _splitting(rule: dict[str, Any], whole_words: bool) -> str:
         key = (parts[0]["pattern"].get("Regex"), whole_words)
         if key in SPLITS:
             return SPLITS[key]
-    raise ModelError(
-        f"tokenizer: splits text by a rule that GGUF export does not know ({' + '.join(map(str, kinds)) or 'none'}); "
-        f"known: {', '.join(NAMES)}"
-    )
+    rule_in_words = " + ".join(map(str, kinds)) or "none"
+    what = f"splits text by a rule that GGUF export does not know ({rule_in_words})"
+    raise ModelError(f"tokenizer: {what}; known: {', '.join(NAMES)}")
 
 
 def _space_prefix(backend: dict[str, Any]) -> bool:
@@ -298,10 +296,9 @@ def _space_prefix(backend: dict[str, Any]) -> bool:
     no_rule = not rule or (rule.get("type") == "Split" and rule["pattern"] == {"String": " "})  # none are left
     if no_rule and kinds in (["Replace"], ["Prepend", "Replace"]) and steps[-1] == to_space:
         return len(kinds) > 1 and steps[0]["prepend"] == "▁"
-    raise ModelError(
-        "tokenizer: changes text before it is split in a way that GGUF export does not know "
-        f"({' + '.join([*kinds, str(rule.get('type'))])}); known: SentencePiece's, as of Llama 2, Mistral, Phi 3, Gemma"
-    )
+    way, known = " + ".join([*kinds, str(rule.get("type"))]), "SentencePiece's, as of Llama 2, Mistral, Phi 3, Gemma"
+    what = f"changes text before it is split in a way that GGUF export does not know ({way})"
+    raise ModelError(f"tokenizer: {what}; known: {known}")
 
 
 def _scores(merges: list[list[str]], vocab: dict[str, int], added: set[str]) -> dict[str, float]:
@@ -319,8 +316,6 @@ def _scores(merges: list[list[str]], vocab: dict[str, int], added: set[str]) -> 
         for left, right in splits:
             both = left in vocab and right in vocab and not {left, right} & added
             if both and (left, right) not in pairs and not re.fullmatch("<0x[0-9A-F]{2}>", token):
-                raise ModelError(
-                    f"tokenizer: lacks the merge of {left!r} and {right!r}, though {token!r} is a token: it was not "
-                    "made from a SentencePiece model, and GGUF has no form for it"
-                )
+                why = f"{token!r} is a token: it was not made from a SentencePiece model, and GGUF has no form for it"
+                raise ModelError(f"tokenizer: lacks the merge of {left!r} and {right!r}, though {why}")
     return found

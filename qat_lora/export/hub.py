@@ -24,7 +24,7 @@ from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.records import Manifest, to_json
 from qat_lora.cache.storage.location import LocalFolder, locate
 from qat_lora.cache.storage.store import Progress, read_manifest, verify_cache
-from qat_lora.errors import CacheDamaged, CacheError, ConfigError, ModelError, OutputExistsError, QatLoraError, one_line
+from qat_lora.errors import CacheDamaged, CacheError, ConfigError, ModelError, OutputExistsError, errors_explained
 from qat_lora.export.card import check_model_card, dataset_in_words
 from qat_lora.export.forms import display_name
 from qat_lora.files.checksums import check_folder, checkpoint_sha256, read_object
@@ -115,10 +115,8 @@ def _check_texts(folder: Path, files: Iterable[str]) -> None:
         name = Path(file).name
         if name.endswith(WEIGHTS) or name in VOCABULARIES:
             continue
-        try:
+        with errors_explained(ModelError, f"folder: {file} cannot be read as text", remedy="take it out first"):
             text = (folder / file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"folder: {file} cannot be read as text ({error}); take it out first") from None
         if match := SECRET.search(text):
             raise ModelError(f"folder: {file} holds what looks like a secret ({match[0][:8]}…); take it out first")
         if name.endswith((".json", ".md")) and "tokenizer" not in name and (match := PATH.search(text)):
@@ -142,7 +140,8 @@ def upload(folder: Path, files: Iterable[str], repo: str, private: bool, api: An
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = api or HfApi()
-    try:
+    # Of the network, the login or the Hub: the user can mend all of them.
+    with errors_explained(ModelError, f"repo: {repo} did not take the upload", remedy="log in with `hf auth login`"):
         api.create_repo(repo, private=private, exist_ok=True)
         # Not upload_folder: its allow_patterns are patterns, and a file may be named `*`.
         commit = api.create_commit(
@@ -150,9 +149,6 @@ def upload(folder: Path, files: Iterable[str], repo: str, private: bool, api: An
             operations=[CommitOperationAdd(name, str(folder / name)) for name in files],
             commit_message="Upload a model exported by qat-lora",
         )
-    except Exception as error:  # of the network, the login or the Hub: the user can mend all of them
-        reason = one_line(error, 300)
-        raise ModelError(f"repo: {repo} did not take the upload ({reason}); log in with `hf auth login`") from None
     return str(getattr(commit, "commit_url", commit))
 
 
@@ -212,7 +208,8 @@ def push_cache(folder: Path, manifest: Manifest, repo: str, license: str, privat
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api, there, record = api or HfApi(), {"repo_id": repo, "repo_type": "dataset"}, folder / fmt.MANIFEST
-    try:
+    remedy = "log in with `hf auth login`; the same command goes on where it stopped"
+    with errors_explained(CacheError, f"repo: {repo} did not take the cache", remedy=remedy):
         api.create_repo(private=private, exist_ok=True, **there)
         if private and not api.repo_info(**there).private:
             raise CacheError(f"repo: {repo} is public already; make it private, or give --public")
@@ -225,11 +222,6 @@ def push_cache(folder: Path, manifest: Manifest, repo: str, license: str, privat
         card = dataset_card(manifest, repo, license).encode()
         last = [CommitOperationAdd(CARD, card), CommitOperationAdd(fmt.MANIFEST, record.read_bytes())]
         commit = api.create_commit(operations=last, commit_message="Complete a KD cache of qat-lora", **there)
-    except QatLoraError:
-        raise
-    except Exception as error:  # of the network, the login or the Hub: the user can mend all of them
-        remedy = "log in with `hf auth login`; the same command goes on where it stopped"
-        raise CacheError(f"repo: {repo} did not take the cache ({one_line(error, 300)}); {remedy}") from None
     return str(getattr(commit, "commit_url", commit))
 
 
@@ -249,20 +241,15 @@ def pull_cache(repo: str, out: Path, revision: str | None = None, progress: Prog
     def fetch(*names: str) -> None:
         snapshot_download(repo, repo_type="dataset", revision=revision, local_dir=draft, allow_patterns=[*names])
 
-    try:
+    remedy = "check name, revision, network and login (`hf auth login`); the same command goes on from there"
+    with errors_explained(CacheError, f"repo: {repo} cannot be fetched", remedy=remedy):
         fetch(fmt.MANIFEST)
         manifest = read_manifest(draft)
-        missing = sum(
-            entry.bytes for entry in manifest.all_shards if not (draft / f"{entry.shard}.safetensors").exists()
-        )
+        lacking = (entry for entry in manifest.all_shards if not (draft / f"{entry.shard}.safetensors").exists())
+        missing = sum(entry.bytes for entry in lacking)
         if missing > (free := LocalFolder(draft).free_bytes()):
             raise CacheError(f"--out {out}: {missing:,} bytes are to come and {free:,} are free; choose another disk")
         fetch(fmt.MANIFEST, CARD, fmt.LM_HEAD, *_SHARDS)
-    except QatLoraError:
-        raise
-    except Exception as error:
-        remedy = "check name, revision, network and login (`hf auth login`); the same command goes on from there"
-        raise CacheError(f"repo: {repo} cannot be fetched ({one_line(error, 300)}); {remedy}") from None
     shutil.rmtree(draft / ".cache", ignore_errors=True)  # the client's notes; without them it compares by checksums
     try:
         strangers = verify_cache(draft, progress).strangers

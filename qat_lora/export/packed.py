@@ -35,14 +35,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.export import integers as containers
+from qat_lora.export import containers
+from qat_lora.export.containers import Integers, as_integers, needed_bits, packable, save_packed
 from qat_lora.export.forms import ExportJob, ExportPlan
-from qat_lora.export.integers import Integers, as_integers, needed_bits, packable, save_packed
 from qat_lora.export.plain import with_adapter
 from qat_lora.extras import require
 from qat_lora.files.checksums import seal
 from qat_lora.files.finite import check_finite
-from qat_lora.layers.convert import LM_HEAD, block_of, linear_layers, lora_layers, quant_layers
+from qat_lora.layers.convert import block_of, linear_layers, lora_layers, quant_layers
 from qat_lora.layers.experts import has_split_experts, siblings_of
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.adapter import CONFIG
@@ -70,9 +70,7 @@ def plan_compressed(job: ExportJob) -> ExportPlan:
 def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
     """Return layers as integers of their own or the least portable width; ModelError: none; ConfigError: few bits."""
     found = {}
-    for name, layer in packable(module).items():
-        if LM_HEAD.search(name):
-            continue  # its readers leave the output head dense
+    for name, layer in packable(module, lm_head=False).items():  # its readers leave the output head dense
         needed = needed_bits(layer.spec)
         least = needed or max(containers.REFIT_BITS, layer.spec.bits)
         portable = next(width for width in PORTABLE if width >= least)
@@ -129,9 +127,8 @@ def _compressed_config(module: Any, found: dict[str, Integers]) -> dict[str, Any
         targets = ["Linear"] if len(forms) == 1 and not sees(module.config) else sorted(names)
         groups[f"group_{i}"] = schema.QuantizationScheme(targets=targets, weights=weights, format=form)
     ignore = ["lm_head", *sorted(renamed(name) for name, _ in linear_layers(module) if name not in found)]
-    config = schema.QuantizationConfig(
-        config_groups=groups, format=form, quantization_status="compressed", ignore=ignore
-    )
+    layers = {"config_groups": groups, "ignore": ignore}
+    config = schema.QuantizationConfig(format=form, quantization_status="compressed", **layers)
     # transformers reads packed experts in one way alone, which it does not choose by itself; vLLM ignores the word.
     return json.loads(config.model_dump_json()) | ({"dequantize": True} if has_split_experts(module) else {})
 
@@ -143,10 +140,8 @@ def container_notes(module: Any, found: dict[str, Integers]) -> list[str]:
         lines.append("the quantised output head is written dense: this container packs linear layers inside the model")
     if odd := sorted({integers.bits for integers in found.values()} - set(PORTABLE)):
         version = require("compressed_tensors", "export").__version__
-        lines.append(
-            f"{'/'.join(map(str, odd))}-bit codes are packed as compressed-tensors {version} does; other versions may "
-            "read them wrongly, and --container-bits 4 packs them as all versions do"
-        )
+        remedy = "other versions may read them wrongly, and --container-bits 4 packs them as all versions do"
+        lines.append(f"{'/'.join(map(str, odd))}-bit codes are packed as compressed-tensors {version} does; {remedy}")
     return lines
 
 
@@ -170,16 +165,12 @@ def plan_gptq(job: ExportJob) -> ExportPlan:
 def to_gptq(module: Any) -> dict[str, Integers]:
     """Return every quantised layer but the LM head as GPTQ holds it; ModelError: there is none, or an inexact one."""
     found = {}
-    for name, layer in packable(module, "gptq").items():
-        if LM_HEAD.search(name):
-            continue
+    for name, layer in packable(module, "gptq", lm_head=False).items():
         needed, group = needed_bits(layer.spec), containers.cut_group(layer, containers.GROUPS)
         if needed is None or group is None or layer.out_features % WORD:
-            raise ModelError(
-                f"form: gptq does not hold {name} exactly ({layer.spec.code} codes, {layer.in_features} inputs, "
-                f"{layer.out_features} outputs); it holds integer and half codes, groups of 128, 64 "
-                f"and 32 inputs, outputs in multiples of {WORD}; use gguf or mlx"
-            )
+            what = f"{layer.spec.code} codes, {layer.in_features} inputs, {layer.out_features} outputs"
+            held = f"integer and half codes, groups of 128, 64 and 32 inputs, outputs in multiples of {WORD}"
+            raise ModelError(f"form: gptq does not hold {name} exactly ({what}); it holds {held}; use gguf or mlx")
         found[name] = as_integers(layer, next(width for width in GPTQ_WIDTHS if width >= needed), group)
     return found
 

@@ -154,7 +154,7 @@ def _refuse_taken(root: str, name: str, is_kind: Callable[[int], bool], known: b
 def _append(file: Path, text: str) -> None:
     """Append to the list, all or nothing, and flush it to disk."""
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    try:
+    with os.fdopen(descriptor, "ab", buffering=0) as stream:
         size, data = os.fstat(descriptor).st_size, text.encode()
         try:
             written = os.write(descriptor, data)
@@ -162,10 +162,8 @@ def _append(file: Path, text: str) -> None:
             if written < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            os.ftruncate(descriptor, size)
+            stream.truncate(size)
             raise OSError(error.errno, error.strerror, str(file)) from None
-    finally:
-        os.close(descriptor)
 
 
 def replace_own(file: Path, text: str) -> None:

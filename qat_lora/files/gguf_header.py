@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qat_lora.errors import ModelError, one_line
+from qat_lora.errors import ModelError, errors_explained
 from qat_lora.extras import require
 
 GGUF = ".gguf"
@@ -61,15 +61,16 @@ class GGUFHeader:
 
 def read_header(file: Path) -> GGUFHeader:
     """Read a GGUF file's header, not its weights; ModelError: it is no whole file; MissingExtraError: no gguf."""
+    what = f"{file}: is no GGUF file that can be read"
     try:
-        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with (
+            errors_explained(ModelError, what, struct.error, ValueError, TypeError),
+            file.open("rb") as stream,
+            mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
             return _parse(file, _Bytes(data))
-    except ModelError:
-        raise
     except OSError as error:
         raise ModelError(f"{file}: cannot be read ({error.strerror})") from None
-    except (struct.error, ValueError, TypeError) as error:
-        raise ModelError(f"{file}: is no GGUF file that can be read ({one_line(error, 200)})") from None
 
 
 class _Bytes:

@@ -308,10 +308,8 @@ def document_block_mask(first_BL: Tensor) -> BlockMask:
     def rule(row: Tensor, _of_head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (key >= first_BL[row, query])
 
-    partial, whole = (seen_BQK & ~whole_BQK)[:, None], whole_BQK[:, None]
-    return BlockMask.from_kv_blocks(
-        *_listed(partial), *_listed(whole), BLOCK_SIZE=MASK_TILE, mask_mod=rule, seq_lengths=(length, length)
-    )
+    tiles = *_listed((seen_BQK & ~whole_BQK)[:, None]), *_listed(whole_BQK[:, None])  # those in part, and whole ones
+    return BlockMask.from_kv_blocks(*tiles, BLOCK_SIZE=MASK_TILE, mask_mod=rule, seq_lengths=(length, length))
 
 
 def _listed(tiles_B1QK: Tensor) -> tuple[Tensor, Tensor]:
@@ -326,10 +324,8 @@ def flex_or(otherwise: Callable[..., Any]) -> Callable[..., Any]:
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **others: Any) -> Any:
         if not isinstance(attention_mask, BlockMask) or others.get("dropout"):
             return otherwise(module, query, key, value, attention_mask, **others)
-        shared = query.shape[1] != key.shape[1]
-        output: Any = flex_attention(
-            query, key, value, block_mask=attention_mask, scale=others.get("scaling"), enable_gqa=shared
-        )
+        how: dict[str, Any] = {"scale": others.get("scaling"), "enable_gqa": query.shape[1] != key.shape[1]}
+        output: Any = flex_attention(query, key, value, block_mask=attention_mask, **how)
         return output.transpose(1, 2), None
 
     return attend
@@ -345,8 +341,7 @@ def attention_inputs(config: Any, document_ids_BL: Tensor, dtype: torch.dtype, f
     """Return attention masks and positions for packed rows, without reading anything back.
 
     A mask holds first positions [B, 1, 1, L], is additive [B, 1, L, L], or a block mask; where the model mixes kinds of
-    layers there is one for each. Positions count a document's earlier tokens. ModelError: an unsupported kind of
-    attention.
+    layers there is one for each. Positions count a document's earlier tokens. ModelError: an unsupported kind.
     """
     begin_BL, own_L = document_begins(document_ids_BL)
 

@@ -17,7 +17,7 @@ from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.experts import is_router
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear, share_inputs
 from qat_lora.layers.quant_linear import QuantLinear, TiedEmbedding, dense_linear, embedding_of, join_dense
-from qat_lora.quant.presets import MLP, Preset
+from qat_lora.quant.presets import MLP, Preset, checked_pattern
 from qat_lora.quant.spec import QuantSpec
 
 LM_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)$")
@@ -37,10 +37,8 @@ def linear_layers(model: nn.Module, lm_head: bool = False) -> Iterator[tuple[str
     """Yield linear layers by name, without those inside adapters, or else the LM head; ModelError: GPT-2's `Conv1D`."""
     for name, module in model.named_modules():
         if type(module).__name__ == "Conv1D":
-            raise ModelError(
-                f"model: {name} is a GPT-2 style Conv1D, which PEFT and the exporters store transposed; "
-                "quantising this family is not supported. Use a Qwen, Llama or Gemma style model"
-            )
+            why = "which PEFT and the exporters store transposed; quantising this family is not supported"
+            raise ModelError(f"model: {name} is a GPT-2 style Conv1D, {why}. Use a Qwen, Llama or Gemma style model")
         if isinstance(module, nn.Linear) and bool(LM_HEAD.search(name)) == lm_head:
             yield name.removesuffix(".base"), module
 
@@ -147,9 +145,7 @@ def tied_embedding(model: nn.Module) -> str | None:
 
 def quant_layers(model: nn.Module) -> dict[str, QuantLinear]:
     """Return the quantised layers by the name they have without adapters."""
-    return {
-        name.removesuffix(".base"): module for name, module in model.named_modules() if isinstance(module, QuantLinear)
-    }
+    return {name.removesuffix(".base"): m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
@@ -170,14 +166,10 @@ def add_lora(
     """
     if lora_layers(model):
         raise ModelError("model: has recovery adapters already; load the base without them")
-    pattern = config.lora_targets or (MLP if config.mlp_only else ".")
-    try:
-        match = re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"lora_targets: {pattern!r} is not a regular expression ({error})") from None
+    pattern = checked_pattern("lora_targets", config.lora_targets or (MLP if config.mlp_only else "."))
     layers = {name: layer for name, layer in linear_layers(model) if not is_router(model, name)}
     given = dict.fromkeys(layers, config.rank) if ranks is None else ranks
-    targets = {name: given[name] for name in layers if match.search(name) and name in given}
+    targets = {name: given[name] for name in layers if re.search(pattern, name) and name in given}
     if not targets:
         why = "its target size left no layer an adapter" if ranks == {} else f"{pattern!r} matches no linear layer"
         raise ConfigError(f"lora_targets: {why}; there are: {_some(list(layers))}")
@@ -187,10 +179,9 @@ def add_lora(
     for name, rank in targets.items():
         most = min(layers[name].in_features, layers[name].out_features)
         if rank > most:
-            raise ConfigError(
-                f"recovery_r: {rank} is more than {name} can have ({layers[name].in_features} inputs, "
-                f"{layers[name].out_features} outputs); give {most} or less, or choose other --lora-targets"
-            )
+            sizes = f"{layers[name].in_features} inputs, {layers[name].out_features} outputs"
+            remedy = f"give {most} or less, or choose other --lora-targets"
+            raise ConfigError(f"recovery_r: {rank} is more than {name} can have ({sizes}); {remedy}")
     model.requires_grad_(False)
     for name, rank in targets.items():
         layer = LoraLinear(layers[name], rank, config.alpha * (rank / config.rank), config.dropout)

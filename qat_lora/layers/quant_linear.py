@@ -71,10 +71,8 @@ def embedding_of(model: nn.Module, lm_head: nn.Linear) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module.weight is lm_head.weight:
             if type(module) not in (nn.Embedding, UpcastEmbedding):
-                raise ConfigError(
-                    f"quantize_head: the head is tied to {name}, a {type(module).__name__}, which does more than to "
-                    "look rows up; leave --quantize-head out"
-                )
+                what = f"{name}, a {type(module).__name__}, which does more than to look rows up"
+                raise ConfigError(f"quantize_head: the head is tied to {what}; leave --quantize-head out")
             return name
     return None
 

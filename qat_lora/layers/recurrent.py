@@ -58,10 +58,8 @@ def keep_documents_apart(model: nn.Module, kind: str) -> None:
     """Let the functions that pass on a state in a model's layers take `documents`; ModelError: an untested kind."""
     names = vars(sys.modules[type(model).__module__])
     if kind not in SUPPORTED or not set(SUPPORTED[kind]) <= set(names):
-        raise ModelError(
-            f"model: {kind} has layers that carry a state from document to document, and none of the kinds in which "
-            f"they are kept apart; allowed: {', '.join(sorted(SUPPORTED))}"
-        )
+        what = "layers that carry a state from document to document, and none of the kinds in which they are kept apart"
+        raise ModelError(f"model: {kind} has {what}; allowed: {', '.join(sorted(SUPPORTED))}")
     if _MARK not in names:
         names |= {name: _apart(names[name], name == _CONVOLUTION) for name in SUPPORTED[kind]} | {_MARK: True}
         if _FUSED in names:

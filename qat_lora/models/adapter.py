@@ -10,7 +10,6 @@ wrong order, or rounded too far, shows here. Factors keep the type that their fi
 import functools
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qat_lora.config import from_dict
-from qat_lora.errors import ModelError
+from qat_lora.errors import OF_DATA, ModelError, errors_explained
 from qat_lora.files.checksums import NOTE, STATE, check_folder, is_state, read_object, seal, sha256_of
 from qat_lora.files.finite import check_finite, json_text
 from qat_lora.files.gguf_header import ADAPTER, BASE, read_header
@@ -58,26 +57,15 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
     if not layers:
         raise ModelError("model: has no recovery adapters to save")
     out.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: parameter.detach().cpu().half().contiguous()  # on the host: no graphs of its own on XLA
-        for name, parameter in _factors(layers).items()
-    }
+    # On the host: no graphs of its own on XLA.
+    tensors = {name: factor.detach().cpu().half().contiguous() for name, factor in _factors(layers).items()}
     ranks = {name: layer.lora_A.shape[0] for name, layer in layers.items()}
     most = max(ranks.values())
     alpha, differ = lora.alpha * (most / lora.rank), {name: rank for name, rank in ranks.items() if rank != most}
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
-        "r": most,
-        "lora_alpha": alpha,
-        "rank_pattern": differ,
-        "alpha_pattern": {name: alpha / most * rank for name, rank in differ.items()},
-        "lora_dropout": lora.dropout,
-        "target_modules": sorted(layers),
-        "inference_mode": True,
-        **{name: off[0] for name, off in OFF.items()},
-    }
+    config: dict[str, Any] = {name: off[0] for name, off in OFF.items()} | {"inference_mode": True}
+    config |= {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base)}
+    config |= {"r": most, "lora_alpha": alpha, "lora_dropout": lora.dropout, "target_modules": sorted(layers)}
+    config |= {"rank_pattern": differ, "alpha_pattern": {name: alpha / most * rank for name, rank in differ.items()}}
     check_finite(tensors, f"adapter for {out}")
     settings = json_text(config, out / CONFIG, indent=2)
     save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
@@ -111,16 +99,15 @@ def check_tokenizer(adapter: Path, base: Path) -> None:
         return
     found = tokenizer_sha256(load_tokenizer(base))
     if found != wanted:
-        raise ModelError(
-            f"adapter: {adapter} was trained with another tokenizer (fingerprint {wanted[:12]}, the one in {base} is "
-            f"{found[:12]}); put back the tokenizer files that the base came with"
-        )
+        which = f"fingerprint {wanted[:12]}, the one in {base} is {found[:12]}"
+        remedy = "put back the tokenizer files that the base came with"
+        raise ModelError(f"adapter: {adapter} was trained with another tokenizer ({which}); {remedy}")
 
 
 def read_adapter(folder: Path) -> AdapterInfo:
     """Read an adapter's settings; ModelError: no LoRA, or with settings of others'; DamagedFileError: other files."""
     check_folder(folder)
-    try:
+    with errors_explained(ModelError, f"adapter: {folder} is no PEFT folder", *OF_DATA, passing=ModelError):
         config = read_object(folder / CONFIG)
         if config["peft_type"] != "LORA":
             raise ModelError(f"adapter: {folder} is of kind {config['peft_type']}; only LORA is supported")
@@ -138,10 +125,6 @@ def read_adapter(folder: Path) -> AdapterInfo:
         if not isinstance(base, str) or not all(isinstance(sha256, str | None) for sha256 in sums):
             raise ModelError(f"adapter: {folder} names its base as {base!r} with sha256 {sums}; all three are texts")
         return AdapterInfo(folder, base, sums[0], from_dict(LoraConfig, settings), sums[1], ranks)
-    except ModelError:
-        raise
-    except (OSError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
-        raise ModelError(f"adapter: {folder} is no PEFT folder ({error})") from None
 
 
 def _ranks(folder: Path, config: dict[str, Any]) -> dict[str, int] | None:
@@ -154,10 +137,9 @@ def _ranks(folder: Path, config: dict[str, Any]) -> dict[str, int] | None:
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
-    try:
+    remedy = "the folder is incomplete or damaged"
+    with errors_explained(ModelError, f"adapter: {file} cannot be read", OSError, SafetensorError, remedy=remedy):
         tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"adapter: {file} cannot be read ({error}); the folder is incomplete or damaged") from None
     check_finite(tensors, file)
     return tensors
 
@@ -166,10 +148,8 @@ def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig
     """Put a saved adapter onto its base; ModelError: another base, tensors that do not fit it, or a damaged file."""
     info = read_adapter(folder)
     if info.base_sha256 is not None and info.base_sha256 != base_sha256:
-        raise ModelError(
-            f"adapter: {folder} was trained on another base (fingerprint {info.base_sha256[:12]}, this one is "
-            f"{base_sha256[:12]}); load it on {info.base}"
-        )
+        which = f"fingerprint {info.base_sha256[:12]}, this one is {base_sha256[:12]}"
+        raise ModelError(f"adapter: {folder} was trained on another base ({which}); load it on {info.base}")
     saved = _read_tensors(folder / WEIGHTS)
     wanted = _factors(add_lora(model, info.lora, ranks=info.ranks))
     if wanted.keys() != saved.keys():
@@ -196,14 +176,10 @@ def save_starts(starts: dict[str, Factors], out: Path) -> None:
 
 def load_starts(folder: Path) -> dict[str, Factors]:
     """Read adapter starts, {} where the checkpoint has none; ModelError: the file is damaged."""
-    if not (folder / STARTS).is_file():
-        return {}
-    tensors = _read_tensors(folder / STARTS)
-    names = sorted({key.rsplit(".", 1)[0] for key in tensors})
-    try:
-        return {n: Factors(tensors[f"{n}.lora_A"].float(), tensors[f"{n}.lora_B"].float()) for n in names}
-    except KeyError as error:
-        raise ModelError(f"start: {folder / STARTS} lacks {error}; quantise the model again") from None
+    file = folder / STARTS
+    tensors = _read_tensors(file) if file.is_file() else {}
+    with errors_explained(ModelError, f"start: {file} lacks a factor", KeyError, remedy="quantise the model again"):
+        return _paired(tensors, ("lora_A", "lora_B"))
 
 
 def allocated_ranks(folder: Path) -> dict[str, int] | None:
@@ -222,17 +198,14 @@ def engine_adapter(folder: Path) -> Path | None:
 
 def load_engine_adapter(model: CausalLM, file: Path) -> None:
     """Put the adapter of `engine_adapter` on its base; ModelError: factors that do not fit it, or that are none."""
-    try:
+    what, remedy = f"adapter: {file} does not fit the base beside it", "export both again"
+    with errors_explained(ModelError, what, *OF_DATA, remedy=remedy, passing=ModelError):
         factors = {ADAPTER: _of_gguf, MLX.name: _of_mlx, STATE: _of_state}[file.name](model, file)
         ranks = {name: len(of.a_RI) for name, of in factors.items()}
         if factors:
             pattern = "|".join(f"^{re.escape(name)}$" for name in factors)
             config = LoraConfig(recovery_r=max(ranks.values()), lora_targets=pattern)
             add_lora(model.module, config, factors, ranks)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, ModelError):
-            raise
-        raise ModelError(f"adapter: {file} does not fit the base beside it ({error!r}); export both again") from None
 
 
 def _of_gguf(model: CausalLM, file: Path) -> dict[str, Factors]:
@@ -255,19 +228,16 @@ def _of_gguf(model: CausalLM, file: Path) -> dict[str, Factors]:
 def _of_mlx(_model: CausalLM, file: Path) -> dict[str, Factors]:
     check_folder(file.parent)
     scale = read_object(file.parent / CONFIG)["lora_parameters"]["scale"]
-    return _paired(load_file(file), ("lora_a", "lora_b"), scale, Tensor.t)
+    return _paired({name: factor.t() for name, factor in load_file(file).items()}, ("lora_a", "lora_b"), scale)
 
 
 def _of_state(_model: CausalLM, file: Path) -> dict[str, Factors]:
     scale = read_object(file.parent / "config.json").get(SCALE, 1.0)
-    return _paired(read_state(file), ("lora_A", "lora_B"), scale, Tensor.clone)
+    return _paired(read_state(file), ("lora_A", "lora_B"), scale)
 
 
-def _paired(
-    state: dict[str, Tensor], ends: tuple[str, str], scale: float, turned: Callable[[Tensor], Tensor]
-) -> dict[str, Factors]:
-    """Return the factors of a file by layer; `ends` end their names, and `turned` makes them [R, I] and [O, R]."""
-    first, second = (f".{end}" for end in ends)
-    layers = [name.removesuffix(first) for name in state if name.endswith(first)]
-    pairs = {name: (turned(state[name + first].float()), turned(state[name + second].float())) for name in layers}
-    return {name: Factors(a_RI, b_OR * scale) for name, (a_RI, b_OR) in pairs.items()}
+def _paired(state: dict[str, Tensor], ends: tuple[str, str], scale: float = 1.0) -> dict[str, Factors]:
+    """Return factors [R, I] and [O, R] of a file, float32, by layer; `ends` end their names. KeyError: one is alone."""
+    first, second = ends
+    layers = sorted({name.rpartition(".")[0] for name in state if name.endswith(ends)})
+    return {n: Factors(state[f"{n}.{first}"].float(), state[f"{n}.{second}"].float() * scale) for n in layers}

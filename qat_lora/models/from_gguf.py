@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qat_lora.errors import ModelError
+from qat_lora.errors import OF_DATA, ModelError, errors_explained
 from qat_lora.extras import require
 from qat_lora.files.gguf_header import Q2_0, GGUFHeader
 
@@ -43,7 +43,7 @@ def config_of(header: GGUFHeader) -> dict[str, Any]:
     if arch not in ARCHITECTURES or of("expert_count"):
         kind = f"{arch} with experts" if arch in ARCHITECTURES else arch
         raise ModelError(f"{header.file}: its architecture {kind} is not read; allowed: {', '.join(ARCHITECTURES)}")
-    try:
+    with errors_explained(ModelError, f"{header.file}: its settings of {arch} are incomplete", *OF_DATA):
         heads, width = _one(of("attention.head_count")), _one(of("embedding_length"))
         rows, blocks = tensors["token_embd.weight"], {name.split(".")[1] for name in tensors if "blk." in name}
         head_dim = of("attention.key_length") or width // heads
@@ -61,10 +61,6 @@ def config_of(header: GGUFHeader) -> dict[str, Any]:
             "tie_word_embeddings": "output.weight" not in tensors,
             "rope_parameters": _rope(header, of("rope.dimension_count", head_dim) / head_dim),
         }
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        if isinstance(error, ModelError):
-            raise
-        raise ModelError(f"{header.file}: its settings of {arch} are incomplete ({error!r})") from None
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         number = header.settings.get(f"tokenizer.ggml.{key}_token_id")
         config[f"{name}_token_id"] = number if isinstance(number, int) and number < rows.shape[0] else None
@@ -205,7 +201,5 @@ def check_tokens(header: GGUFHeader, tokenizer: Any, folder: Path) -> None:
         found.append(("the number of merges", len(merges), len(known)))
     for what, one, other in found:
         if one != other:
-            raise ModelError(
-                f"tokenizer: {what} is {one!r} in {header.file} and {other!r} in {folder}; they belong to different "
-                "models, so token ids would mean other words"
-            )
+            why = "they belong to different models, so token ids would mean other words"
+            raise ModelError(f"tokenizer: {what} is {one!r} in {header.file} and {other!r} in {folder}; {why}")

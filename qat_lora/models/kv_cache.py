@@ -59,10 +59,8 @@ def begin(
         documents_BL = (torch.arange(length, device=padding_B.device) >= padding_B[:, None]).to(torch.int64)
     masks, positions = attention_inputs(model.config, documents_BL, computing_dtype(model.module), form)
     cache = KeyValueCache(length + room, padding_B)
-    output = backbone(
-        input_ids=input_ids_BL, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True
-    )
-    return output.last_hidden_state, cache
+    seen = {"attention_mask": masks, "past_key_values": cache, "use_cache": True}
+    return backbone(input_ids=input_ids_BL, position_ids=positions, **seen).last_hidden_state, cache
 
 
 def step(model: CausalLM, input_ids_B1: Tensor, position_1: Tensor, cache: Any) -> Tensor:

@@ -30,7 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as hf_logging
 
-from qat_lora.errors import ModelError, QatLoraError, one_line
+from qat_lora.errors import ModelError, errors_explained
 from qat_lora.files import checksums
 from qat_lora.files.finite import check_finite
 from qat_lora.files.gguf_header import BASE, GGUF, read_header
@@ -85,23 +85,18 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
         return path
     if path.exists() or is_file_name or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(f"model: there is no folder {path}; give a Hugging Face folder or a Hub name, OWNER/NAME")
-    try:
+    with errors_explained(ModelError, f"model: {name} is neither a folder here nor to be had from the Hub"):
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
-    except Exception as error:
-        reason = one_line(error, 200)
-        raise ModelError(f"model: {name} is neither a folder here nor to be had from the Hub ({reason})") from None
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """Load a folder's tokenizer; ModelError: none, or one that has no fingerprint; DamagedFileError: other files."""
     checksums.check_folder(folder, checksums.TOKENIZER)
-    try:
+    remedy = "copy the model's tokenizer.json"
+    with errors_explained(ModelError, f"tokenizer: {folder} has none that loads", remedy=remedy):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        found = f"{folder} has none that loads ({one_line(error, 200)})"
-        raise ModelError(f"tokenizer: {found}; copy the model's tokenizer.json") from None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     # Where the files are missing, transformers makes a tokenizer of special tokens alone, which drops all text.
     if backend is None or set(backend.get_vocab(with_added_tokens=False)) <= set(tokenizer.all_special_tokens):
@@ -192,10 +187,8 @@ class CausalLM:
     def block_attention(self, keep: Keep, kernel: AttentionKernel | None) -> None:
         """Compute attention in blocks that a compiler can fuse, or by a kernel; `keep` is `Runtime.kept`."""
         if attention.keeps_state(self.config):
-            raise ModelError(
-                "model: it has layers that carry a state, and documents kept apart in it are other shapes in every "
-                "batch, each of which XLA would compile; give --device cpu or cuda"
-            )
+            why = "documents kept apart in it are other shapes in every batch, each of which XLA would compile"
+            raise ModelError(f"model: it has layers that carry a state, and {why}; give --device cpu or cuda")
         blocked = partial(attention.blocked_attention, keep=keep, kernel=kernel)
         self._attend(BLOCKED, partial(attention.tiled_or, attention=blocked))
 
@@ -237,14 +230,11 @@ class CausalLM:
         """Return the last hidden states [B, L, H]; attention and positions restart with each document."""
         form = self.mask_form(input_ids_BL.shape[1])
         masks, positions = attention.attention_inputs(self.config, document_ids_BL, computing_dtype(self.module), form)
-        others = {}
+        given = {"attention_mask": masks, "position_ids": positions, "use_cache": False}
         if attention.keeps_state(self.config):
             keep_documents_apart(self.module, self.config.model_type)
-            others["documents"] = split_documents(attention.document_begins(document_ids_BL)[0])
-        output = self.backbone(
-            input_ids=input_ids_BL, attention_mask=masks, position_ids=positions, use_cache=False, **others
-        )
-        return output.last_hidden_state
+            given["documents"] = split_documents(attention.document_begins(document_ids_BL)[0])
+        return self.backbone(input_ids=input_ids_BL, **given).last_hidden_state
 
     def mask_form(self, length: int) -> MaskForm:
         """Return the form of attention mask that the model's attention reads in rows of a length."""
@@ -257,12 +247,10 @@ class CausalLM:
     def lm_head(self) -> LMHead:
         """Return the output head with its current weight."""
         linear, config = self.module.get_output_embeddings(), self.config
-        scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere multiplies
-        if getattr(config, "logits_scaling", None):  # Granite divides
-            scale = 1.0 / config.logits_scaling
-        return LMHead(
-            linear.weight, self.vocab_size, linear.bias, scale, getattr(config, "final_logit_softcapping", None)
-        )
+        # Cohere multiplies, Granite divides.
+        scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return LMHead(linear.weight, self.vocab_size, linear.bias, scale, softcap)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Return logits [N, vocab_size], in the model's type, or in float32 where they are scaled or capped."""
@@ -297,32 +285,18 @@ def load_model(
     Tensors that the files hold in that type stay memory-mapped, shared by the processes of a host until each has placed
     its own. `device_map` is for `load_dispatched`. With `dequantize`, GGUF files and folders of other tools are read as
     the dense weights that they stand for. ModelError: no such model, another architecture, a missing, unexpected or
-    misshapen tensor, NaN or infinity. DamagedFileError: not what was written. MissingExtraError: a library is not
-    installed.
+    misshapen tensor, NaN or infinity. DamagedFileError: not what was written. MissingExtraError: a library is missing.
     """
-    folder, config = resolve_model(name, hub.revision), None
-    try:
-        with _quiet():
-            config, state = _foreign(folder, hub, dequantize)
-            implementation = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
-            kind = getattr(transformers, auto_class(config)) if state is None else type(on_meta(config))
-            module, report = kind.from_pretrained(
-                folder if state is None else None,
-                config=config,
-                state_dict=state,
-                dtype="auto" if dtype == "stored" and state is None else DTYPES.get(dtype, torch.float32),
-                device_map=device_map,
-                trust_remote_code=hub.trust_remote_code,
-                attn_implementation=implementation,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # reported below, by name
-                output_loading_info=True,
-            )
-    except QatLoraError:
-        raise
-    except Exception as error:
-        reason = one_line(error, 300)
-        raise ModelError(f"model: {folder} does not load as a causal language model ({reason})") from None
+    folder = resolve_model(name, hub.revision)
+    with errors_explained(ModelError, f"model: {folder} does not load as a causal language model"), _quiet():
+        config, state = _foreign(folder, hub, dequantize)
+        implementation = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+        how = {"config": config, "attn_implementation": implementation, "device_map": device_map}
+        how |= {"trust_remote_code": hub.trust_remote_code, "use_safetensors": True, "state_dict": state}
+        how["dtype"] = "auto" if dtype == "stored" and state is None else DTYPES.get(dtype, torch.float32)
+        how |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # which names them, below
+        kind = getattr(transformers, auto_class(config)) if state is None else type(on_meta(config))
+        module, report = kind.from_pretrained(folder if state is None else None, **how)
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(problem):
             names = ", ".join(sorted(map(_tensor_name, report[problem]))[:6])
@@ -372,14 +346,11 @@ def _foreign(folder: Path, hub: HubConfig, dequantize: bool) -> tuple[Any, dict[
 
 def read_state(file: Path) -> dict[str, Tensor]:
     """Return the tensors of an export's state dict, no code of its run; ModelError: it holds anything else."""
-    try:
-        state = torch.load(file, weights_only=True, map_location="cpu")
+    with errors_explained(ModelError, f"model: {file} is no state dict that can be read", remedy="export it again"):
+        state = dict(torch.load(file, weights_only=True, map_location="cpu"))
         if all(isinstance(tensor, Tensor) for tensor in state.values()):
-            return dict(state)
-        reason = "it holds more than tensors"
-    except Exception as error:  # of the archive or of what is pickled in it
-        reason = one_line(error, 120)
-    raise ModelError(f"model: {file} is no state dict that can be read ({reason}); export it again")
+            return state
+        raise ValueError("it holds more than tensors")
 
 
 def on_meta(config: Any) -> Any:
@@ -456,16 +427,8 @@ def make_qwen3(
     folder: Path, vocab_size: int, *, hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, **others: int
 ) -> CausalLM:
     """Make an untrained Qwen3 model with tied embeddings; `folder` is where it will be saved."""
-    config = transformers.Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=mlp,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        **{"head_dim": hidden // heads, "max_position_embeddings": 1024, **others},
-    )
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": mlp, "head_dim": hidden // heads}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 1024}
+    sizes |= {"vocab_size": vocab_size, "bos_token_id": 0, "eos_token_id": 0, **others}
+    config = transformers.Qwen3Config(tie_word_embeddings=True, **sizes)
     return CausalLM(transformers.Qwen3ForCausalLM(config), folder)

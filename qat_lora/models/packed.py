@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qat_lora.errors import ModelError
+from qat_lora.errors import OF_DATA, ModelError, errors_explained
 from qat_lora.extras import require
 from qat_lora.files.checksums import weight_files
 from qat_lora.quant.codes import unpack
@@ -39,14 +39,11 @@ def dense_state(folder: Path, config: dict[str, Any]) -> Tensors | None:
     state: Tensors = {}
     for file in weight_files(folder):
         state |= load_file(file)
-    try:
-        mark, parts, read = READERS[method]
+    read, *parts = READERS[method]
+    mark = f".{parts[0]}"
+    with errors_explained(ModelError, f"model: {folder} is not as {method} writes it", *OF_DATA):
         layers = sorted(name.removesuffix(mark) for name in state if name.endswith(mark))
         dense = {f"{layer}.weight": read(state, layer, quantization) for layer in layers}
-    except (KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        if isinstance(error, ModelError):
-            raise
-        raise ModelError(f"model: {folder} is not as {method} writes it ({error!r})") from None
     packed = {f"{layer}.{part}" for layer in layers for part in parts}
     return {name: tensor.float() for name, tensor in state.items() if name not in packed} | dense
 
@@ -110,14 +107,10 @@ def _compressed(state: Tensors, layer: str, settings: dict[str, Any]) -> Tensor:
     return codes_OI * steps_OG.float()[:, group_I.long()]
 
 
-READERS = {
-    "gptq": (".qweight", ("qweight", "qzeros", "scales", "g_idx"), _gptq),
-    "awq": (".qweight", ("qweight", "qzeros", "scales"), _awq),
-    MLX: (".scales", ("weight", "scales", "biases"), _mlx),
-    COMPRESSED: (
-        ".weight_packed",
-        ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
-        _compressed,
-    ),
+READERS: dict[str | None, tuple[Any, ...]] = {
+    "gptq": (_gptq, "qweight", "qzeros", "scales", "g_idx"),
+    "awq": (_awq, "qweight", "qzeros", "scales"),
+    MLX: (_mlx, "scales", "weight", "biases"),
+    COMPRESSED: (_compressed, "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
 }
-"""By method: the end of a name that marks a packed layer, its parts, and what reads them."""
+"""By method: what reads a packed layer, and the parts of one, of which the first marks it."""

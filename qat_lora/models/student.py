@@ -53,10 +53,8 @@ def base_folder(adapter: Path) -> Path:
     try:
         return resolve_model(named)
     except ModelError:
-        raise ModelError(
-            f"adapter: {adapter} belongs to the base {named}, which is not there; put that folder back, or copy it "
-            f"to {adapter / 'base'}"
-        ) from None
+        remedy = f"put that folder back, or copy it to {adapter / 'base'}"
+        raise ModelError(f"adapter: {adapter} belongs to the base {named}, which is not there; {remedy}") from None
 
 
 def with_tokenizer(model: CausalLM, places: Iterable[str | Path | None]) -> CausalLM:
@@ -68,10 +66,8 @@ def with_tokenizer(model: CausalLM, places: Iterable[str | Path | None]) -> Caus
         return model
     folder = next((found for found in map(local_tokenizer, places) if found), None)
     if folder is None:
-        raise ModelError(
-            f"tokenizer: {model.folder} holds none that text can be split by; give --tokenizer FOLDER, or put the "
-            "original model's tokenizer.json beside it"
-        )
+        remedy = "give --tokenizer FOLDER, or put the original model's tokenizer.json beside it"
+        raise ModelError(f"tokenizer: {model.folder} holds none that text can be split by; {remedy}")
     check_tokens(read_header(model.folder), load_tokenizer(folder), folder)
     return replace(model, tokenizer=folder)
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qat_lora.errors import ModelError, one_line
+from qat_lora.errors import ModelError, errors_explained
 from qat_lora.extras import require
 from qat_lora.files.gguf_header import read_header
 from qat_lora.layers.convert import quant_layers
@@ -69,13 +69,11 @@ class LlamaCppModel:
         self.folder, self.max_positions = file, read_header(file).of_model("context_length")
         threads = torch.get_num_threads()  # OMP_NUM_THREADS: they spin, and are 40 times slower on a busy processor
         exact = llama_cpp.GGML_TYPE_F32  # keys and values as the weights give them: one row's are little memory
-        try:
+        with errors_explained(ModelError, f"model: llama.cpp does not load {file}", ValueError, RuntimeError):
             self._llama = llama_cpp.Llama(
                 str(file), n_ctx=length, n_gpu_layers=-1, logits_all=True, type_k=exact, type_v=exact,
                 n_threads=threads, n_threads_batch=threads, verbose=False,
             )  # fmt: skip
-        except (ValueError, RuntimeError) as error:
-            raise ModelError(f"model: llama.cpp does not load {file} ({one_line(error, 200)})") from None
         self.vocab_size = self._llama.n_vocab()
         self.version = f"llama.cpp by llama-cpp-python {llama_cpp.__version__}"
 

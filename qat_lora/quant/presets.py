@@ -26,7 +26,7 @@ import numpy as np
 import yaml
 
 from qat_lora.config import HELP, common, option, settings
-from qat_lora.errors import ConfigError
+from qat_lora.errors import ConfigError, errors_explained
 from qat_lora.quant.spec import QuantSpec
 
 
@@ -63,14 +63,12 @@ class Preset:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Preset:
         """Read back what `to_dict` wrote; ConfigError: the mapping is not one of ours."""
-        try:
+        with errors_explained(ConfigError, f"preset: {data!r} is not a preset of qat-lora", passing=()):
             rules = tuple((str(p), None if s is None else _stored_spec(s)) for p, s in data["rules"])
             for pattern, _ in rules:
                 re.compile(pattern)
             lm_head = _stored_spec(data["head"]) if data.get("head") else None
             return cls(str(data["name"]), rules, lm_head, bool(data.get("tied")))
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, re.error) as error:
-            raise ConfigError(f"preset: {data!r} is not a preset of qat-lora ({error})") from None
 
 
 def _stored_spec(data: Mapping[str, Any]) -> QuantSpec:
@@ -102,12 +100,12 @@ def preset(name: str, keep: tuple[str, ...] = (), override: tuple[str, ...] = ()
     ConfigError: unknown name (the message lists the known ones), or a pattern that is no regular expression.
     """
     base = _known("preset", name)
-    rules: list[tuple[str, QuantSpec | None]] = [(_pattern("keep", pattern), None) for pattern in keep]
+    rules: list[tuple[str, QuantSpec | None]] = [(checked_pattern("keep", pattern), None) for pattern in keep]
     for word in override:
         pattern, equals, other = word.rpartition("=")
         if not (pattern and equals):
             raise ConfigError(rf"override: {word!r} is not PATTERN=PRESET, for example layers\.(0|27)\.=w4g128")
-        rules.append((_pattern("override", pattern), _only_spec("override", other)))
+        rules.append((checked_pattern("override", pattern), _only_spec("override", other)))
     return Preset(base.name, (*rules, *base.rules), None if lm_head is None else _only_spec("quantize_head", lm_head))
 
 
@@ -127,12 +125,10 @@ def _only_spec(field: str, name: str) -> QuantSpec:
     return spec
 
 
-def _pattern(field: str, pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"{field}: {pattern!r} is not a regular expression ({error})") from None
-    return pattern
+def checked_pattern(field: str, pattern: str) -> str:
+    """Return a regular expression as it was given; ConfigError, by the `field` that it was given in: it is none."""
+    with errors_explained(ConfigError, f"{field}: {pattern!r} is not a regular expression", re.error):
+        return re.compile(pattern).pattern
 
 
 Engine = Literal["any", "llama.cpp", "mlx", "vllm"]

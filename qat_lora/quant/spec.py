@@ -93,10 +93,9 @@ class QuantSpec:
     def check_width(self, layer: str, in_features: int) -> None:
         """Raise ConfigError where a row cannot be stored so."""
         if self.step_bits is not None and in_features % SUPER:
-            raise ConfigError(
-                f"preset: {layer} has {in_features} inputs, which blocks of {SUPER} do not divide; store it otherwise: "
-                f"--override '{layer.rpartition('.')[2]}=q4_0' (or q2_0); an output head: --quantize-head q8_0"
-            )
+            what = f"{layer} has {in_features} inputs, which blocks of {SUPER} do not divide"
+            remedy = f"--override '{layer.rpartition('.')[2]}=q4_0' (or q2_0); an output head: --quantize-head q8_0"
+            raise ConfigError(f"preset: {what}; store it otherwise: {remedy}")
 
     @property
     def whole(self) -> tuple[str, ...]:

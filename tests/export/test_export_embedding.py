@@ -8,8 +8,8 @@ from toy_pipeline import call, export_options, quantize_options
 
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError
-from qat_lora.export import integers as containers
-from qat_lora.export.integers import dense_tables, head_importance, quantized_table
+from qat_lora.export import containers
+from qat_lora.export.containers import dense_tables, head_importance, quantized_table
 from qat_lora.models.load import load_model
 from qat_lora.options import ExportOptions
 from qat_lora.quant.presets import preset

@@ -9,7 +9,7 @@ from toy_export import bare_layer, qwen3_sizes
 from toy_pipeline import call, export_options
 
 from qat_lora.errors import ModelError
-from qat_lora.export.integers import Integers
+from qat_lora.export.containers import Integers
 from qat_lora.export.packed import gptq_tensors, to_gptq
 from qat_lora.layers.convert import quant_layers
 from qat_lora.models.load import load_model

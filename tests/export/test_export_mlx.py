@@ -10,7 +10,7 @@ from toy_export import bare_layer, bits_of, qwen3_sizes, with_adapter
 from toy_pipeline import call, export_options
 
 from qat_lora.errors import ConfigError
-from qat_lora.export.integers import Integers, dense_tables
+from qat_lora.export.containers import Integers, dense_tables
 from qat_lora.export.packed import mlx_tensors, to_mlx, to_tables
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.layers.convert import lora_layers, quant_layers

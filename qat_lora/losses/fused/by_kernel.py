@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qat_lora.errors import DeviceError
 from qat_lora.losses.estimators import IN_KERNEL, Estimator, topk_part, weighted
-from qat_lora.losses.fused.gradients import Group, Task, Walked, finish_logits, keep, skipped
+from qat_lora.losses.fused.gradients import Group, Task, Walked, finish_logits, head_zeros, keep, skipped
 
 MOST_ENTRIES = 4_096  # of the top K, and of the points of a softmax: a program holds them all at once
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,8 +43,7 @@ def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
     wanted, weight_VH, mask_N, wide = task.wanted, task.lm_head.weight_VH, task.mask_N, task.wide
     count, vocab = len(task.hidden_NH), len(weight_VH)
     d_hidden = torch.empty_like(task.hidden_NH) if wanted.hidden else None
-    d_weight = torch.zeros_like(weight_VH, dtype=wide) if wanted.weight else None
-    d_bias = torch.zeros_like(weight_VH[:, 0], dtype=wide) if wanted.bias else None
+    d_weight, d_bias = head_zeros(task)
     kl = [pair for group in task.groups for pair in group.kl]
     if kl and all(group.temperature != 1.0 for group in task.groups):
         task = task._replace(groups=[Group(1.0, None, [], [], [], []), *task.groups])  # of no entries: for log Σ exp

@@ -49,7 +49,7 @@ def walk_positions(task: Task, chunk_tokens: int, rows: int = 1) -> Walked:
     """Return sums and gradients; `chunk_tokens` positions, which are of `rows` rows of text, are projected at once."""
     if is_xla_device(task.hidden_NH):
         return _loop_in_graph(task, chunk_tokens, rows)
-    d_weight, d_bias = _zeros(task)
+    d_weight, d_bias = gradients.head_zeros(task)
     parts: list[Sums] = []
     d_hidden: list[Tensor] = []
     for start in range(0, task.hidden_NH.shape[0], chunk_tokens):
@@ -89,7 +89,7 @@ def _loop_in_graph(task: Task, chunk_tokens: int, rows: int) -> Walked:
         return carry, [*sums.values(), *([] if d_hidden is None else [d_hidden])]
 
     gradients.with_tensors(task, cut, note)
-    totals = [total for total in _zeros(task) if total is not None]
+    totals = [total for total in gradients.head_zeros(task) if total is not None]
     totals, outputs = scan(body, totals, cuts, constants)
     indices = [index for group in task.groups for index in group.indices]
     sums = {index: outputs.pop(0).sum() for index in indices}
@@ -99,12 +99,6 @@ def _loop_in_graph(task: Task, chunk_tokens: int, rows: int) -> Walked:
         return Walked(sums, None, d_weight, d_bias)
     hidden = outputs[0].unflatten(1, (rows, part)).transpose(0, 1).flatten(1, 2)
     return Walked(sums, hidden[:, :count].flatten(0, 1), d_weight, d_bias)
-
-
-def _zeros(task: Task) -> tuple[Tensor | None, Tensor | None]:
-    weight_VH, wide = task.lm_head.weight_VH, task.wide
-    d_weight = torch.zeros_like(weight_VH, dtype=wide) if task.wanted.weight else None
-    return d_weight, torch.zeros_like(weight_VH[:, 0], dtype=wide) if task.wanted.bias else None
 
 
 def _filled(value: Tensor) -> Tensor:

@@ -81,6 +81,13 @@ def real_vocabulary(lm_head: LMHead, dtype: torch.dtype, wide: torch.dtype) -> L
     return replace(lm_head, weight_VH=lm_head.weight_VH[:vocab].to(dtype), bias_V=bias_V)
 
 
+def head_zeros(task: Task) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of an output head's weight and bias, still zero, as far as they are wanted."""
+    weight_VH, wide = task.lm_head.weight_VH, task.wide
+    d_weight = torch.zeros_like(weight_VH, dtype=wide) if task.wanted.weight else None
+    return d_weight, torch.zeros_like(weight_VH[:, 0], dtype=wide) if task.wanted.bias else None
+
+
 def lm_head_logits(hidden_CH: Tensor, lm_head: LMHead, wide: torch.dtype) -> Tensor:
     """Return logits = c · tanh(s (h Wᵀ + b) / c) in the wide dtype."""
     return full_logits(hidden_CH @ lm_head.weight_VH.t(), lm_head, wide)[0]

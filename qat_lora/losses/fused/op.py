@@ -100,14 +100,11 @@ class _FusedLinearKD(torch.autograd.Function):
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, call: _Call
     ) -> tuple[Tensor, Tensor]:
         terms, dtype, vocab = call.terms, call.dtype, call.lm_head.vocab_size
-        task = Task(
-            hidden_NH.to(dtype).masked_fill(skipped(call.mask_N)[:, None], 0),  # even a NaN must not leak from padding
-            real_vocabulary(call.lm_head, dtype, wide_dtype(dtype)),
-            group_terms(terms),
-            [term.weight * term.temperature**2 for term in terms],
-            call.mask_N,
-            Wanted(*ctx.needs_input_grad[:3]),
-        )
+        # Even a NaN must not leak from padding.
+        hidden, wanted = hidden_NH.to(dtype).masked_fill(skipped(call.mask_N)[:, None], 0), ctx.needs_input_grad[:3]
+        lm_head = real_vocabulary(call.lm_head, dtype, wide_dtype(dtype))
+        scales = [term.weight * term.temperature**2 for term in terms]
+        task = Task(hidden, lm_head, group_terms(terms), scales, call.mask_N, Wanted(*wanted))
         if call.walk == "vocabulary" and vocabulary_serves(task):  # with as many logits at a time
             walked = walk_vocabulary(task, max(1, call.chunk_tokens * vocab // max(1, hidden_NH.shape[0])))
         elif call.walk == "kernel" and kernel_serves(task):
@@ -117,11 +114,8 @@ class _FusedLinearKD(torch.autograd.Function):
         sums_T = torch.stack([walked.sums[index] * term.temperature**2 for index, term in enumerate(terms)])
         parts = [sums_T[index] * term.weight for index, term in enumerate(terms) if not isinstance(term, KLTerm)]
         loss_sum = torch.stack(parts).sum()
-        ctx.save_for_backward(
-            None if walked.hidden_NH is None else walked.hidden_NH.to(hidden_NH.dtype),
-            None if walked.weight_VH is None else _padded(walked.weight_VH, weight_VH),
-            None if walked.bias_V is None or bias_V is None else _padded(walked.bias_V, bias_V),
-        )
+        pairs = (walked.hidden_NH, hidden_NH), (walked.weight_VH, weight_VH), (walked.bias_V, bias_V)
+        ctx.save_for_backward(*(None if grad is None or like is None else _padded(grad, like) for grad, like in pairs))
         ctx.mark_non_differentiable(sums_T)
         return loss_sum, sums_T
 
@@ -131,11 +125,11 @@ class _FusedLinearKD(torch.autograd.Function):
         return (*(None if grad is None else grad * d_loss.to(grad.dtype) for grad in ctx.saved_tensors), None)
 
 
-def _padded(gradient_V: Tensor, like_V: Tensor) -> Tensor:
+def _padded(gradient: Tensor, like: Tensor) -> Tensor:
     """Return a gradient in the dtype of its tensor, with zeros for the vocabulary's padding."""
-    gradient_V = gradient_V.to(like_V.dtype)
-    missing = like_V.shape[0] - gradient_V.shape[0]
-    return torch.cat([gradient_V, gradient_V.new_zeros(missing, *gradient_V.shape[1:])]) if missing else gradient_V
+    gradient = gradient.to(like.dtype)
+    missing = like.shape[0] - gradient.shape[0]
+    return torch.cat([gradient, gradient.new_zeros(missing, *gradient.shape[1:])]) if missing else gradient
 
 
 def _check(hidden_NH: Tensor, lm_head: LMHead, terms: Sequence[Term], mask_N: Tensor | None) -> None:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.export.ggml_blocks import K_QUANTS, Blocks, float_blocks, k_quant, plain_blocks
-from qat_lora.export.integers import Integers
+from qat_lora.export.containers import K_QUANTS, Blocks, Integers, float_blocks, k_quant, plain_blocks
 from qat_lora.models.from_gguf import ggml_type
 from qat_lora.quant.codes import pack
 from qat_lora.quant.spec import QuantSpec

@@ -1,6 +1,6 @@
-"""A quantised layer as the integers and steps that other tools' containers hold.
+"""A quantised layer as other tools' containers hold it: integers and steps, or the bytes of GGML's block types.
 
-Containers know one form: an integer times the step of its group. Integer codes have it. Half-integer codes get it by
+Most know one form: an integer times the step of its group. Integer codes have it. Half-integer codes get it by
 doubling, (q + 1/2) s = (2 q + 1) (s / 2): exact, at the price of one more bit; the zero points that containers offer
 are integers. A group that does not divide the row is cut to one that does, its step repeated: exact as well. Look-up
 tables, zero points and scales without groups are rounded again, and the error is measured, never assumed to be small.
@@ -11,6 +11,12 @@ quantiser (`quantize_weight`, weighted clip search). What an LM head's error doe
 state that meets it, so column i counts by E[x_i²] of the final norm's output: measured on text, or without any the
 square of the norm's gain, which is that mean for states of equal variance. A table that only embeds has no such
 weights. A head that the preset quantised keeps its codes and is not seen here.
+
+The gguf library encodes few of GGML's types, and rounds a dense weight anew. Here the codes that trained are laid out
+as they are, and read back by the library's own decoder: "exact" is said of the bytes in the file and not of an
+intention. Of `Q2_0` llama.cpp holds codes {-1, 0, 1, 2}, ours negated, so the step changes its sign. Layouts:
+llama.cpp's ggml-common.h and ggml-quants.c; a byte holds codes that are a quarter or half of a stretch apart, for
+vector units.
 """
 
 from __future__ import annotations
@@ -22,15 +28,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError, ModelError
+from qat_lora.extras import require
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import LM_HEAD, quant_layers, tied_embedding
 from qat_lora.layers.experts import has_split_experts
 from qat_lora.layers.quant_linear import QuantLinear, dense_linear
+from qat_lora.models.from_gguf import ggml_type
 from qat_lora.models.load import DTYPES, CausalLM
 from qat_lora.quant.codes import decode, encode, first_value, pack, unpack
 from qat_lora.quant.initialize import QuantizedWeight, quantize_weight
@@ -40,7 +49,8 @@ from qat_lora.types import Batch
 
 GROUPS = (128, 64, 32)  # inputs of a group in MLX and in every reader of GPTQ
 REFIT_BITS = 4
-REFIT_GROUP = 32  # inputs of a group where codes are rounded again: llama.cpp's block, and a group that vLLM takes
+BLOCK, SUPER = 32, 256  # weights of GGML's blocks
+REFIT_GROUP = BLOCK  # inputs of a group where codes are rounded again: llama.cpp's block, and a group that vLLM takes
 PIECE = 1 << 17  # weights quantised at once: the clip search runs four times as fast inside a CPU's cache
 
 
@@ -102,12 +112,12 @@ def words(codes_OI: Tensor, bits: int) -> Tensor:
     return pack(codes_OI.cpu(), bits).view(torch.int32)
 
 
-def packable(module: nn.Module, without_experts: str = "") -> dict[str, QuantLinear]:
+def packable(module: nn.Module, without_experts: str = "", lm_head: bool = True) -> dict[str, QuantLinear]:
     """Return the quantised layers by name; ModelError where there is none, or experts in a form `without_experts`."""
     if layers := quant_layers(module):
         if without_experts and has_split_experts(module):
             raise ModelError(f"form: {without_experts} is not written for mixtures of experts; give gguf or merged")
-        return layers
+        return {name: layer for name, layer in layers.items() if lm_head or not LM_HEAD.search(name)}
     raise ModelError("model: has no quantised layer to pack; quantise it first with `qat-lora quantize`")
 
 
@@ -257,3 +267,107 @@ def quantized_table(weight_VH: Tensor, spec: QuantSpec, importance_H: Tensor | N
     moment = None if importance_H is None else torch.diag(importance_H.to(weight_VH.device))
     parts = weight_VH.detach().split(max(1, PIECE // weight_VH.shape[1]))
     return QuantizedWeight.joined([quantize_weight(part, spec, "mse", moment) for part in parts])
+
+
+K_QUANTS: dict[tuple[object, ...], str] = {
+    ("minimum", 2, 16, 4): "Q2_K",
+    ("integer", 3, 16, 6): "Q3_K",
+    ("minimum", 4, 32, 6): "Q4_K",
+    ("integer", 6, 16, 8): "Q6_K",
+}
+"""Code, bits, group and bits of a multiple, of the types whose steps are multiples of a float16 of `SUPER` weights."""
+
+
+@dataclass(frozen=True)
+class Blocks(Container):
+    """A weight [O, I] in the bytes of a GGML type."""
+
+    kind: str
+    data: np.ndarray  # uint8 [O, bytes of a row]
+
+    def dense(self) -> Tensor:
+        """Return the weight as the gguf library decodes it, float32 [O, I]."""
+        return torch.from_numpy(require("gguf", "export").dequantize(self.data, ggml_type(self.kind)))
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of a block over its weights."""
+        weights, size = require("gguf", "export").GGML_QUANT_SIZES[ggml_type(self.kind)]
+        return float(8 * size / weights)
+
+
+def to_blocks(layer: QuantLinear, exact_only: bool = False) -> Blocks | None:
+    """Return a layer in the smallest type that is exact, else rounded to Q4_0; None where no type may hold it."""
+    spec, needed = layer.spec, needed_bits(layer.spec)
+    if kind := K_QUANTS.get((spec.code, spec.bits, spec.group_size, spec.step_bits)):
+        found = Blocks(kind, k_quant(kind, layer))
+    elif layer.in_features % BLOCK or (needed is None and exact_only):
+        return None
+    else:
+        integers = as_integers(layer, 8 if needed and needed > 4 else 4)
+        if integers.group_size % BLOCK:
+            return None
+        found = plain_blocks(integers, spec.code == "integer" and spec.bits == 2)
+    return found.measured(layer.weight)
+
+
+def float_blocks(weight: Tensor, dtype: str, label: str = "embedding") -> Blocks:
+    """Return a tensor in a dense type; ModelError, under its `label`: a number that is not finite in that type."""
+    kind = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype]
+    tensor = weight.detach().cpu().to(getattr(torch, dtype)).contiguous()
+    check_finite({label: tensor}, f"GGUF as {dtype}")
+    return Blocks(kind, tensor.view(torch.uint8).numpy())
+
+
+def plain_blocks(integers: Integers, two_bits: bool = False) -> Blocks:
+    """Return integers as Q8_0, Q4_0 or (`two_bits`, where groups allow it) Q2_0: a float16 step, then the codes."""
+    codes, size = integers.codes_OI.cpu(), integers.group_size
+    kind, block, steps = "Q8_0" if integers.bits > 4 else "Q4_0", BLOCK, integers.steps_OG.cpu()
+    if two_bits and size % 64 == 0:
+        kind, block, steps = "Q2_0", 64, -steps
+        packed = pack((1 - codes).reshape(-1, 64).to(torch.uint8), 2).numpy()
+    elif kind == "Q8_0":
+        packed = codes.reshape(-1, BLOCK).numpy().view(np.uint8)
+    else:
+        packed = _interleaved((codes + 8).reshape(-1, BLOCK).numpy().view(np.uint8), 1, 4)
+    halves = _halves(steps.repeat_interleave(size // block, dim=1))
+    return Blocks(kind, np.hstack([halves, packed]).reshape(len(codes), -1))
+
+
+def k_quant(kind: str, layer: QuantLinear) -> np.ndarray:
+    """Return the bytes [O, ..] of a layer whose steps are multiples of a float16 step of 256 weights."""
+    spec, stored = layer.spec, layer.stored()
+    groups, step_bits = spec.groups(layer.in_features), spec.whole_bits
+
+    def by_super(name: str, bits: int, count: int) -> np.ndarray:
+        per_row = layer.in_features // SUPER
+        return unpack(stored[name].cpu(), bits, count).reshape(-1, count // per_row).numpy()
+
+    codes = by_super("codes", spec.bits, layer.in_features)
+    steps, scale = by_super("steps", step_bits, groups), _halves(stored["scale"])
+    if kind == "Q3_K":
+        low, high = _interleaved(steps & 15, 1, 4), _interleaved(steps >> 4, 1, 2)
+        parts = [_interleaved(codes >> 2, 1, 1), _interleaved(codes & 3, 2, 2), low, high, scale]
+    elif kind == "Q6_K":
+        parts = [_interleaved(codes & 15, 2, 4), _interleaved(codes >> 4, 2, 2), steps ^ 128, scale]
+    else:
+        minima, minimum = by_super("minima", step_bits, groups), _halves(stored["minimum"])
+        if kind == "Q2_K":
+            parts = [steps | minima << 4, _interleaved(codes, 2, 2), scale, minimum]
+        else:
+            first = [x[:, :4] | (x[:, 4:] >> 4 << 6) for x in (steps, minima)]
+            rest = (steps[:, 4:] & 15) | (minima[:, 4:] & 15) << 4
+            parts = [scale, minimum, *first, rest, _interleaved(codes, 4, 4)]
+    return np.hstack(parts).reshape(layer.out_features, -1)
+
+
+def _halves(x: Tensor) -> np.ndarray:
+    """Return the bytes of numbers as float16, [numbers, 2]."""
+    return x.detach().cpu().half().reshape(-1, 1).numpy().view(np.uint8)
+
+
+def _interleaved(values: np.ndarray, stretches: int, bits: int) -> np.ndarray:
+    """Pack uint8 values [N, n] of some bits: each stretch of a row in 8 / bits parts, the k-th at bit k * bits."""
+    parts = values.reshape(len(values), stretches, 8 // bits, -1)
+    shifts = bits * np.arange(8 // bits, dtype=np.uint8)
+    return np.bitwise_or.reduce(parts << shifts[:, None], axis=2).reshape(len(values), -1)

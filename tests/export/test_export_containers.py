@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError
-from qat_lora.export.integers import as_integers, needed_bits, other_tensors, with_integers
+from qat_lora.export.containers import as_integers, needed_bits, other_tensors, with_integers
 from qat_lora.export.packed import container_notes, to_integers
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.quant.initialize import quantize_weight
