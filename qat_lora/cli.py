@@ -23,6 +23,7 @@ from qat_lora.registry import COMMANDS, Command
 from qat_lora.terminal import any_text, bars_by_terminal, echo, highlight
 
 _NUMBERS = {int: "INT", float: "NUMBER"}
+_TYPES = {"int": click.INT, "float": click.FLOAT, "count": click.IntRange(1)}  # of flags in the registry
 EXAMPLES = Path(__file__).with_name("command_examples.txt")  # shown by the `--help` of their commands
 MANY = 15  # settings of a command, above which `--help` shows the common ones only
 
@@ -174,6 +175,18 @@ class OptionsCommand(click.Command):
                 echo(f"{highlight('next:', sys.stdout, bold=True)} {line}")
 
 
+def _listed(command: Command) -> click.Command:
+    """Return a command whose words and flags the registry lists; its module is imported when it runs."""
+    params = list[click.Parameter]()
+    for names, about in command.flags.items():
+        kind = about.get("type", "")
+        given = {**about, "type": click.Choice(kind) if isinstance(kind, list) else _TYPES.get(kind)}
+        params.append((click.Option if names.startswith("--") else click.Argument)(names.split(), **given))
+    context = {"ignore_unknown_options": any(param.nargs == -1 for param in params)}  # words that another command reads
+    function, word = lambda **given: command.load()(**given), command.words.split()[-1]
+    return click.Command(word, context, function, params, help=command.help)
+
+
 class Group(click.Group):
     """The commands of the registry under some first words; modules of their own are imported when they are called."""
 
@@ -185,7 +198,7 @@ class Group(click.Group):
         """Return the command or the group of a word."""
         below = self._below()
         if command := below.get(cmd_name):
-            return OptionsCommand(command) if command.options else command.load()
+            return OptionsCommand(command) if command.options else _listed(command) if command.flags else command.load()
         return GROUPS[cmd_name] if any(words.startswith(f"{cmd_name} ") for words in below) else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

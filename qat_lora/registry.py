@@ -40,12 +40,13 @@ class Command:
     """One command; functions are named as "package.module:name"."""
 
     words: str
-    function: str  # called with options and runtime; without `options`, a command of click that reads its own words
+    function: str  # called with options and runtime, or with `flags`; with neither, a command of click by itself
     help: str
     options: str = ""  # class in qat_lora.options, or module:class
     device: Device = "one chip"
     plan: str = ""  # returns its `DryRun` from the options, by shapes alone
     first_words: Mapping[str, str] = field(default_factory=dict)  # setting -> how --help calls a word without a name
+    flags: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of one without `options`, for click
     advice: str = "qat_lora.plan.advice:advise"  # says, from the options, what to lower where memory was too little
     warning: str = "qat_lora.plan.advice:memory_warning"  # says, from all of this, whether memory will be too little
 

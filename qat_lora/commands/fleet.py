@@ -1,6 +1,6 @@
 """`fleet`: what a scheduler must be told to run n builders of one cache, and what they are to cost.
 
-Manifests and flags are data (`fleets/`). Retries and preemption are left to the scheduler, which has both: a builder
+The manifests are data (`fleets/`). Retries and preemption are left to the scheduler, which has both: a builder
 that is started again goes on from its last shard, so there is no coordinator here that could fail itself.
 """
 
@@ -9,9 +9,6 @@ import shlex
 from pathlib import Path
 from string import Template
 from typing import Any
-
-import click
-import yaml
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cli import OptionsCommand
@@ -38,7 +35,8 @@ def planned(options: Any, builders: int, rows: int, tokens_per_second: float, pr
     return {**found, "hours": hours, "cost": hours * builders * price}
 
 
-def _manifest(scheduler: str, settings: tuple[str, ...], builders: int, tokens: float | None, **words: Any) -> None:
+def fleet(scheduler: str, settings: tuple[str, ...], builders: int, tokens: float | None, **words: Any) -> None:
+    """Print a manifest; `words` are `tokens_per_second`, `price`, and what its template names."""
     build = OptionsCommand(COMMANDS["cache build"])
     options = build.options(build.make_context("cache build", list(settings)))  # errors here, not on n machines
     if not 0 < builders <= 100_000 or options.builder != "0/1":
@@ -55,13 +53,3 @@ def _manifest(scheduler: str, settings: tuple[str, ...], builders: int, tokens: 
     words |= {"machine": words["machine"] or MACHINES[scheduler], "command": command, "quoted": shlex.quote(command)}
     template = Template((DATA / f"{scheduler}.txt").read_text(encoding="utf-8"))
     echo(template.substitute(words, plan=plan, builders=builders, last=builders - 1).rstrip("\n"))
-
-
-def _flags() -> list[click.Parameter]:
-    read, kinds = yaml.safe_load((DATA / "flags.yaml").read_text(encoding="utf-8")), {"int": int, "float": float}
-    flags = [click.Option([f"--{n}"], type=kinds.get(given.pop("type", ""), str), **given) for n, given in read.items()]
-    settings = click.Argument(["settings"], nargs=-1, type=click.UNPROCESSED)
-    return [click.Argument(["scheduler"], type=click.Choice(list(MACHINES))), settings, *flags]
-
-
-fleet = click.Command("fleet", {"ignore_unknown_options": True}, _manifest, _flags(), help=COMMANDS["fleet"].help)

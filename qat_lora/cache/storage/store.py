@@ -40,7 +40,7 @@ _CURE = "restore the shard from a copy"
 
 T = TypeVar("T")
 R = TypeVar("R")
-Progress = Callable[[str, int], None]  # called with (shard, its bytes) for each shard that has been read
+Progress = Callable[[str, int], object]  # called with (shard, its bytes) for each shard that has been read
 
 
 def read_manifest(path: Place) -> Manifest:
