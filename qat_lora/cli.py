@@ -175,7 +175,7 @@ class OptionsCommand(click.Command):
                 echo(f"{highlight('next:', sys.stdout, bold=True)} {line}")
 
 
-def _listed(command: Command) -> click.Command:
+def _plain_command(command: Command) -> click.Command:
     """Return a command whose words and flags the registry lists; its module is imported when it runs."""
     params = list[click.Parameter]()
     for names, about in command.flags.items():
@@ -198,15 +198,15 @@ class Group(click.Group):
         """Return the command or the group of a word."""
         below = self._below()
         if command := below.get(cmd_name):
-            return OptionsCommand(command) if command.options else _listed(command) if command.flags else command.load()
+            return OptionsCommand(command) if command.options else _plain_command(command)
         return GROUPS[cmd_name] if any(words.startswith(f"{cmd_name} ") for words in below) else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a line a command, read off the registry so that none of them is imported."""
         below = self._below()
-        rows = [(word, (below[word] if word in below else GROUPS[word]).help or "") for word in self.list_commands(ctx)]
+        helps = {word: (below[word] if word in below else GROUPS[word]).help or "" for word in self.list_commands(ctx)}
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            formatter.write_dl([(word, text.partition("\n")[0]) for word, text in helps.items()])
 
     def _below(self) -> dict[str, Command]:
         start = "" if self.name == "qat-lora" else f"{self.name} "

@@ -5,7 +5,7 @@ no command: functions are named there and imported when they run, after the devi
 decides at import whether PyTorch/XLA is used.
 """
 
-import importlib
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,9 +40,9 @@ class Command:
     """One command; functions are named as "package.module:name"."""
 
     words: str
-    function: str  # called with options and runtime, or with `flags`; with neither, a command of click by itself
+    function: str  # called with options and runtime, or with what its `flags` are
     help: str
-    options: str = ""  # class in qat_lora.options, or module:class
+    options: str = ""  # class in qat_lora.options
     device: Device = "one chip"
     plan: str = ""  # returns its `DryRun` from the options, by shapes alone
     first_words: Mapping[str, str] = field(default_factory=dict)  # setting -> how --help calls a word without a name
@@ -52,16 +52,11 @@ class Command:
 
     def load(self, name: Literal["function", "plan", "advice", "warning"] = "function") -> Any:
         """Import one of the functions."""
-        return _named(getattr(self, name))
+        return pkgutil.resolve_name(getattr(self, name))
 
     def options_class(self) -> Any:
         """Import the class of the settings."""
-        return _named(f"qat_lora.{self.options}" if ":" in self.options else f"qat_lora.options:{self.options}")
-
-
-def _named(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+        return pkgutil.resolve_name(f"qat_lora.options:{self.options}")
 
 
 def _commands() -> dict[str, Command]:

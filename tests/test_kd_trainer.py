@@ -31,7 +31,7 @@ def cache(tiny, tmp_path_factory) -> Path:
 @pytest.mark.filterwarnings("default:.*fork.*:DeprecationWarning")
 def test_a_data_loader_serves_the_rows(cache, workers, start):
     dataset = qat_lora.KDCacheDataset(cache, k=4)
-    dataset.leave_out_all_but([])
+    dataset.optional = []
     loader = DataLoader(dataset, batch_size=8, num_workers=workers, multiprocessing_context=start)
     batches = list(loader)
     assert len(batches) == 3 and set(batches[0]) == set(dataset.rows([0]))

@@ -18,9 +18,7 @@ from qat_lora.cache.format.lm_head import LMHeadFile, lm_head_file
 from qat_lora.cache.format.records import Fingerprint, optional_arrays
 from qat_lora.cache.storage.location import LocalFolder, RemoteFolder, locate
 from qat_lora.cache.storage.store import noted_fingerprint, read_manifest
-from qat_lora.cache.tools import overlap
-from qat_lora.cache.tools.audit import audit, check_teacher, summary
-from qat_lora.cache.tools.audit import table_rows as audit_rows
+from qat_lora.cache.tools import audit, overlap
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows, share, take_eval
 from qat_lora.data.sources import TextConfig, describe_source, open_documents, own_documents, units
 from qat_lora.errors import ConfigError, InterruptedRunError, OvertakenError
@@ -205,7 +203,7 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
     held = read_manifest(path).fingerprint  # refuses what is no cache before a model is loaded
     teacher = _teacher(options, runtime, held.length)
     sha256 = checkpoint_sha256(teacher.folder)
-    check_teacher(held, path, sha256, teacher.vocab_size)
+    audit.check_teacher(held, path, sha256, teacher.vocab_size)
     out = Path(run.out) if run.out else None
     settings = {"cache": held.sha256, "rows": options.rows, "dtype": run.dtype, "device": runtime.device.type}
     seen = None
@@ -223,13 +221,13 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
         else:
             _place(teacher, runtime)
             say(run, f"{runtime.description} · {run.dtype} · {path} · built with {held.builder}")
-            report = made_with() | audit(teacher, path, sha256, rows=options.rows, device=runtime.device)
+            report = made_with() | audit.audit(teacher, path, sha256, rows=options.rows, device=runtime.device)
             if seen:
                 report["overlap"] = seen
             if out:
                 save_json(report, out / "audit.json")
                 outputs.complete(out)
-    say(run, f"{text_table(audit_rows(report))}\n{summary(report)}")
+    say(run, f"{text_table(audit.table_rows(report))}\n{audit.summary(report)}")
     if seen:
         say(run, overlap.summary(seen))
     return report

@@ -26,11 +26,11 @@ from qat_lora.errors import ConfigError, TextError
 from qat_lora.files import outputs
 from qat_lora.files.folders import write_text
 from qat_lora.generate.sample import chat_prompt, plain_prompt
-from qat_lora.generate.settings import CacheGenerateOptions, WriteConfig
 from qat_lora.layers.attention import keeps_state
 from qat_lora.models.kv_cache import begin, step
 from qat_lora.models.load import CausalLM, load_tokenizer
 from qat_lora.models.student import open_student
+from qat_lora.options import CacheGenerateOptions, WriteConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import READ_A_ROW, fits_positions, say, text_inputs
 

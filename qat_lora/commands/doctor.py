@@ -298,21 +298,8 @@ def _unreachable(url: str) -> str:
         return one_line(error, 80)
 
 
-@click.command("doctor", context_settings={"ignore_unknown_options": True})
-@click.argument("planned", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND ... | FILE [ADAPTER]]")
-@click.option("--compile-for", metavar="CHIP", help="compile a recovery for v6e-1, v6e-4, v5e-8 ... without the chip")
 def doctor(planned: tuple[str, ...], compile_for: str | None) -> None:
-    """Check Python, packages, devices, variables, Hub and room, also for a planned COMMAND (recover, qat or quantize).
-
-    Of a model's FILE (GGUF, or a folder; with --json) it says what is in it, what serves it, and if an ADAPTER fits it.
-
-    With --compile-for it instead compiles the graphs of a recovery with the TPU's own compiler (`make tpu-compiler`, in
-    a clone of the repository):
-    [--model FOLDER] [--preset w4g128] [--batch-size 4] [--length 1024] [--head-k 128] [--rank 8] [--dtype bfloat16]
-    [--train-scales] [--gradient-checkpointing] [--shard-base] [--loss-chunk-mb N] [--json]
-    [--graphs "micro-batch,optimizer step"] [--keep FOLDER] [--compiler PYTHON].
-    Exit code 1 where something needs fixing.
-    """
+    """Check this machine, or look into a model's file; exit code 1 where something needs fixing."""
     if compile_for is not None:
         command = load_program("compiled.report", "doctor --compile-for").command
         raise SystemExit(command.main(planned, "doctor --compile-for", standalone_mode=False, obj=compile_for))

@@ -10,12 +10,9 @@ import types
 from pathlib import Path
 from typing import Any
 
-import click
-
 import qat_lora
 from qat_lora.errors import ConfigError
 from qat_lora.files.folders import write_new
-from qat_lora.registry import COMMANDS
 from qat_lora.terminal import echo
 
 FOLDERS = {"recipes": "*.*", "notebooks": "*.ipynb", "scripts": "*.py"}
@@ -27,8 +24,6 @@ def home() -> Path:
     return package / "examples" if (package / "examples").is_dir() else package.parent
 
 
-@click.command("examples", help=COMMANDS["examples"].help)
-@click.option("--out", metavar="FOLDER", default=".", help="where `recipes/` and the others go [default: here]")
 def examples(out: str) -> None:
     """Copy what is not there yet; ConfigError: this installation has none."""
     found = [file for folder, pattern in FOLDERS.items() for file in sorted((home() / folder).glob(pattern))]
@@ -60,10 +55,7 @@ def load_program(name: str, asked: str) -> Any:
     return importlib.import_module(f"benchmarks.{name}")
 
 
-@click.command("bench", context_settings={"ignore_unknown_options": True})
-@click.argument("name", required=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(name: str | None, arguments: tuple[str, ...]) -> None:
-    """Show what was claimed, asked and reached in one table, or run the benchmark NAME with its own arguments."""
+    """Show the table of figures, or run a benchmark."""
     if code := load_program("table", "bench").main([] if name is None else [name, *arguments]):
         raise SystemExit(code)

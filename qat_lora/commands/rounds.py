@@ -14,7 +14,7 @@ from typing import Any
 from qat_lora.cache.format.layout import MANIFEST
 from qat_lora.cache.storage.store import read_manifest
 from qat_lora.errors import FailedError, InterruptedRunError
-from qat_lora.generate.settings import RoundsOptions
+from qat_lora.options import RoundsOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import passed_on
 from qat_lora.setup.common import run_name, say

@@ -42,28 +42,15 @@ from qat_lora.extras import URL_EXTRAS, require
 from qat_lora.terminal import redact
 
 PLAIN_SUFFIXES = (".txt", ".md", ".rst", ".py")
+TEXTS = tuple(f"**/*{suffix}" for suffix in (*PLAIN_SUFFIXES, ".jsonl", ".parquet"))  # of a folder, by default
 _VERSION_KEYS = ("size", "etag", "ETag", "md5Hash", "blob_id", "mtime", "LastModified", "updated")
 FILES_A_BUILDER = 8  # with fewer, Parquet files are divided into row groups, so that shares differ less
-
-
-@dataclass(frozen=True)
-class TextFile:
-    """The text of a plain file, read in parts, anew each time: for one that is too large to hold."""
-
-    name: str
-    path: Path
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield parts of at most `WINDOW_CHARS` characters; TextError if the file cannot be read."""
-        with reading(self.name), open_text(self.path) as file:
-            while part := file.read(WINDOW_CHARS):
-                yield part
 
 
 class Document(NamedTuple):
     """One document: a text, or a chat as messages with `role` and `content`."""
 
-    text: str | TextFile | None
+    text: str | Path | None  # the file, where it is too large to hold
     messages: list[dict[str, str]] | None
     name: str  # where it comes from, for people
     tokens: tuple[list[int], int] | None = None  # of a text that a model wrote: its ids, how many are the prompt's
@@ -75,8 +62,14 @@ class Document(NamedTuple):
         return not self.messages and all(part.isspace() for part in self.parts())
 
     def parts(self) -> Iterable[str]:
-        """Return the text in parts, which make the whole when joined."""
-        return self.text if isinstance(self.text, TextFile) else slices(self.text or "")
+        """Return the text in parts, which make the whole when joined; a file is read anew each time."""
+        return _file_parts(self.name, self.text) if isinstance(self.text, Path) else slices(self.text or "")
+
+
+def _file_parts(name: str, path: Path) -> Iterator[str]:
+    """Yield parts of at most `WINDOW_CHARS` characters; TextError if the file cannot be read."""
+    with reading(name), open_text(path) as file:
+        yield from iter(partial(file.read, WINDOW_CHARS), "")
 
 
 @dataclass(frozen=True)
@@ -90,9 +83,7 @@ class TextConfig:
     text_field: str = option("text", "field of a row that holds its text")
     weight_field: str | None = option(None, "field of a row that holds its weight in the loss; default: all weigh 1")
     format: Format = option("auto", HELP["format"])
-    glob: tuple[str, ...] = option(
-        ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.jsonl", "**/*.parquet"), HELP["glob"]
-    )
+    glob: tuple[str, ...] = option(TEXTS, HELP["glob"])
     files_from: str | None = option(None, HELP["files_from"])
     streaming: bool = option(False, "read the Hugging Face dataset over the network instead of storing it first")
 
@@ -294,7 +285,7 @@ def _file_loads(config: TextConfig, name: str, path: Path, group: int | None = N
     needs = f"format: {config.format}" if config.format in CHATS else "weight_field:" if config.weight_field else ""
     if needs:
         raise TextError(f"{needs} needs rows ({', '.join(ROW_SUFFIXES)}), and {name} is plain text")
-    if config.format == "wikitext" or (config.format == "auto" and starts_with_title(TextFile(name, path))):
+    if config.format == "wikitext" or (config.format == "auto" and starts_with_title(_file_parts(name, path))):
         return _article_loads(name, lines_of(name, path))
     return iter([partial(_plain_document, name, path)])
 
@@ -304,10 +295,9 @@ def _article_loads(name: str, lines: Iterable[str]) -> Iterator[_Load]:
 
 
 def _plain_document(name: str, path: Path) -> Document:
-    text = TextFile(name, path)
     with reading(name):
         small = path.stat().st_size <= WINDOW_CHARS
-    return Document("".join(text) if small else text, None, name)
+    return Document("".join(_file_parts(name, path)) if small else path, None, name)
 
 
 def _load_dataset(config: TextConfig, path: Path | None) -> Any:

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from qat_lora.cache.format.codec import OPTIONAL
-from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.read.mixed import LaterConfig, MixedCaches
+from qat_lora.cache.read.dataset import KDCacheDataset, LaterConfig, MixedCaches
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.data.packing import ENCODERS, TextDataset, make_encoder, pack_rows, take_eval
 from qat_lora.data.sources import describe_source, open_documents
@@ -77,7 +76,7 @@ def cache_training_data(options: RecoverOptions | QatOptions) -> TrainingData:
     kept = None
     if rows.manifest.rows("eval"):
         kept = KDCacheDataset(path, k=options.head_k, split="eval", verify_rows=checked)
-        kept.leave_out_all_but(["teacher_hidden", *["draw_ids"] * kept.fingerprint.contents.entropy])  # no other draws
+        kept.optional = ["teacher_hidden", *["draw_ids"] * kept.fingerprint.contents.entropy]  # no other draws
     identity = {"cache": rows.manifest.fingerprint.sha256, **(to_dict(later) if later.later_caches else {})}
     return TrainingData(rows, kept, objective, identity)
 
@@ -90,7 +89,7 @@ def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
         lack = "needs the teacher's likeliest tokens, and the KD cache was built with --top-k 0"
         raise CacheError(f"top_k: {objective.topk_user} {lack}; {advice}, or build one with --top-k 64")
     if objective.kd_weight == 0 or choose_estimator(objective, OPTIONAL) != "hybrid":
-        dataset.leave_out_all_but([name for name in OPTIONAL if name != "tail_draw_ids"])  # refused behind --head-k
+        dataset.optional = [name for name in OPTIONAL if name != "tail_draw_ids"]  # refused behind --head-k
     held = {name: torch.empty(1, 1, *array.shape[2:]) for name, array in dataset.rows([0]).items()}
     objective = replace(objective, estimator=choose_estimator(objective, held))
     own = OPTIONAL_ARRAYS.get(objective.estimator, ()) if objective.kd_weight > 0 else ()
@@ -99,7 +98,7 @@ def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
         if dataset.fingerprint.contents.lzma and name in held and objective.draws not in (None, held[name].shape[-1]):
             raise CacheError(f"draws: {objective.draws} of stratified draws are biased; allowed: all, so leave it out")
         wanted(held, name, user, objective.draws if name.endswith("draw_ids") else None)
-    dataset.leave_out_all_but(objective.optional_arrays)
+    dataset.optional = objective.optional_arrays
 
 
 def text_training_data(options: RecoverOptions, model: CausalLM) -> TrainingData:

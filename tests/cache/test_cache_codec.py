@@ -110,7 +110,7 @@ def test_all_arrays_together_at_odd_sizes(tmp_path, fingerprint, random_rows, wr
     dataset = KDCacheDataset(tmp_path / "c", k=2)
     with pytest.raises(CacheError, match="k: the cache's draws are from the tail behind 5 entries.*--top-k 2"):
         dataset.rows(order)
-    dataset.leave_out_all_but(["draw_ids"])
+    dataset.optional = ["draw_ids"]
     fewer = dataset.rows(order)
     np.testing.assert_array_equal(fewer["draw_ids"], batch["draw_ids"])
     np.testing.assert_array_equal(fewer["head_logits"], batch["head_logits"][..., :2])

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from toy_pipeline import cache_options, call
 
-from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.read.mixed import LaterConfig, MixedCaches
+from qat_lora.cache.read.dataset import KDCacheDataset, LaterConfig, MixedCaches
 from qat_lora.data.shuffle import global_batch
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import CacheError, ConfigError

@@ -17,8 +17,8 @@ from qat_lora.data.packing import make_encoder, pack_rows
 from qat_lora.data.sources import Document, TextConfig, open_documents
 from qat_lora.errors import ConfigError, TextError
 from qat_lora.generate.sample import stream_ids
-from qat_lora.generate.settings import CacheGenerateOptions, WriteConfig
 from qat_lora.models.load import load_model, load_tokenizer, make_tokenizer
+from qat_lora.options import CacheGenerateOptions, WriteConfig
 from qat_lora.runtime.launch.select import select_runtime
 
 PROMPTS = ("the model of", "a token", "loss and the scale of a code row in the cache", "weight")

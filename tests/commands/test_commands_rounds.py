@@ -9,7 +9,7 @@ from qat_lora import cli
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.commands import cache_generate, rounds
 from qat_lora.errors import ConfigError, FailedError
-from qat_lora.generate.settings import RoundsOptions
+from qat_lora.options import RoundsOptions
 from qat_lora.train import callbacks
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig, lr_factor

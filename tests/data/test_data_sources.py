@@ -66,7 +66,7 @@ def test_a_large_file_is_read_in_parts_that_make_the_text_of_a_small_one(tmp_pat
     for size in (1, 2, 3, 7):
         monkeypatch.setattr(sources, "WINDOW_CHARS", size)
         [large] = read(tmp_path / "a.txt")
-        assert isinstance(large.text, sources.TextFile) and not large.is_blank
+        assert isinstance(large.text, pathlib.Path) and not large.is_blank
         assert "".join(large.parts()) == small.text
         assert max(map(len, large.parts())) <= size
 

@@ -39,18 +39,14 @@ _BUILDER = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
 # A file that a kill can leave, unless it is a shard with its sidecar.
 _UNCOMMITTED = re.compile(r"\.[seb]-([0-9]{6})\.(?:safetensors|json)\.tmp|([se]-([0-9]{6}))\.safetensors")
 _MANIFEST_TEMPORARY = f".{fmt.MANIFEST}.tmp"
-# The names that a builder writes, by what the files are.
+_RECORD, _OUTPUT, _LOCK = map(re.escape, (fmt.MANIFEST, fmt.LM_HEAD, fmt.LOCK))
+# The files that a builder writes, by kind: their names, and how each begins. One that a kill cut off begins with
+# anything, and is ours in a folder that is a cache.
 _KINDS = {
-    "record": re.compile(rf"{re.escape(fmt.MANIFEST)}|[seb]-[0-9]{{6}}\.json"),
-    "tensors": re.compile(rf"{re.escape(fmt.LM_HEAD)}|[se]-[0-9]{{6}}\.safetensors"),
-    "lock": re.compile(rf"{re.escape(fmt.LOCK)}(\.manifest|\.[0-9]+)?"),
-    "temporary": re.compile(rf"\.({re.escape(fmt.MANIFEST)}|{re.escape(fmt.LM_HEAD)}|[seb]-[0-9]{{6}}\.[a-z]+)\.tmp"),
-}
-# How each begins; a file that a kill cut off begins with anything, and is ours in a folder that is a cache.
-_OURS = {
-    "record": rf'\{{\s*"format": "{fmt.FORMAT}"',
-    "tensors": rf'(?s).{{8}}\{{"__metadata__":\{{"format":"{fmt.FORMAT}"',
-    "lock": r"([0-9]+\n)?\Z",
+    "record": (rf"{_RECORD}|[seb]-[0-9]{{6}}\.json", rf'\{{\s*"format": "{fmt.FORMAT}"'),
+    "tensors": (rf"{_OUTPUT}|[se]-[0-9]{{6}}\.safetensors", rf'(?s).{{8}}\{{"__metadata__":\{{"format":"{fmt.FORMAT}"'),
+    "lock": (rf"{_LOCK}(\.manifest|\.[0-9]+)?", r"([0-9]+\n)?\Z"),
+    "temporary": (rf"\.({_RECORD}|{_OUTPUT}|[seb]-[0-9]{{6}}\.[a-z]+)\.tmp", ""),
 }
 
 
@@ -305,7 +301,7 @@ class CacheWriter:
         """Refuse a folder with files and no cache of ours, or others' files under a cache's names, unread so far."""
         names = self.out.names()
         kinds = {name: kind for name in names if (kind := _kind(name)) is not None}
-        told = [name for name, kind in kinds.items() if kind in _OURS]
+        told = [name for name, kind in kinds.items() if kind != "temporary"]
         known = {name for name in told if self._overwrite or kinds[name] == "lock"}
         known |= {name for name in kinds if kinds[name] == "tensors" and f"{name.partition('.')[0]}.json" not in kinds}
         foreign = [name for name in sorted(known) if not self._is_ours(name, kinds[name])]
@@ -325,7 +321,7 @@ class CacheWriter:
         """Tell by its first bytes whether a file is of a KD cache; the name alone does not."""
         try:
             with contextlib.closing(self.out.chunks(name)) as chunks:  # type: ignore[type-var]
-                return re.match(_OURS[kind].encode(), next(chunks, b"")[:256]) is not None
+                return re.match(_KINDS[kind][1].encode(), next(chunks, b"")[:256]) is not None
         except FileNotFoundError:  # removed meanwhile
             return True
         except (OSError, CacheDamaged):
@@ -414,7 +410,7 @@ class CacheWriter:
 
 def _kind(name: str) -> str | None:
     """Return what a file would be in a cache, None for a name that no builder writes."""
-    return next((kind for kind, form in _KINDS.items() if form.fullmatch(name)), None)
+    return next((kind for kind, (names, _) in _KINDS.items() if re.fullmatch(names, name)), None)
 
 
 def read_part(folder: Location, partition: Partition, fingerprint: Fingerprint) -> Part | None:

@@ -4,6 +4,10 @@ Before the first row is served everything is checked: seals, names, sizes, and b
 to 2 GB/s), since a flipped bit reads as a slightly different teacher and no training run would notice. After that a row
 is read, compared with its CRC-32 and decoded on demand: a cache may be larger than memory, and one that changes during
 a run of days is an error that names shard and row (`storage.store`).
+
+Others may join a cache while a run goes on: rows of a text, and later rows that the student wrote (`MixedCaches`). From
+its step on, rows of a later cache replace a share of each step's. So the order is a pure function of the step here too:
+a run resumes at any of them, and up to the first later cache it is the run without.
 """
 
 import functools
@@ -18,8 +22,9 @@ from qat_lora.cache.format.lm_head import check_lm_head, read_lm_head
 from qat_lora.cache.format.records import Fingerprint, ShardEntry
 from qat_lora.cache.storage.location import Place, locate
 from qat_lora.cache.storage.store import Shard, at_once, check_entry, most_open, read_manifest
-from qat_lora.data.shuffle import Indices, ShuffledRows
-from qat_lora.errors import CacheDamaged, CacheError
+from qat_lora.config import option, settings
+from qat_lora.data.shuffle import Indices, ShuffledRows, global_batch
+from qat_lora.errors import CacheDamaged, CacheError, ConfigError
 from qat_lora.types import Batch, LMHead, VerifyRows
 
 _CHECK_EVERY = {"all": 1, "sampled": 16, "off": 0}  # one row of so many is compared with its CRC-32
@@ -31,7 +36,7 @@ class KDCacheDataset(ShuffledRows):
     Args:
         preload: keep the encoded shards in memory; otherwise rows are read from the files.
         k: serve the first k of K entries; the others join the tail. The cached tail draws are from behind all K, so
-            `rows` refuses to serve them where k < K, unless `leave_out_all_but` left them out.
+            `rows` refuses to serve them where k < K, unless `optional` leaves them out.
         temperatures: at which `lse` and `log_tail` are served; each must be in the cache.
         verify: check every shard's sha256 when opening. Without it, only names, sizes, seals and headers are checked;
             from behind a URL, shards then come (and are checked) when they are first needed.
@@ -58,7 +63,7 @@ class KDCacheDataset(ShuffledRows):
         self.manifest = read_manifest(self.path)
         self.fingerprint, self._entries = self.manifest.fingerprint, self.manifest.shards(split)
         self._ends = np.cumsum([entry.rows for entry in self._entries], dtype=np.int64)
-        self._optional: tuple[str, ...] = OPTIONAL
+        self.optional: Sequence[str] = OPTIONAL  # of the arrays that a cache has on request only, those served
         self._place, self._preload, self._verify_rows = path, preload, verify_rows
         self._check_every, self._served = _CHECK_EVERY[verify_rows], 0
 
@@ -89,10 +94,6 @@ class KDCacheDataset(ShuffledRows):
         every = (at_once(self.path, check, self.manifest.shards(split), threads) for split in fmt.SERIES)
         return [shard for shards in every for shard in shards if shard is not None]
 
-    def leave_out_all_but(self, optional: Sequence[str]) -> None:
-        """Serve, of the arrays that a cache has on request only (`codec.OPTIONAL`), just these from now on."""
-        self._optional = tuple(optional)
-
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
@@ -104,7 +105,7 @@ class KDCacheDataset(ShuffledRows):
         speaks of tokens outside the vocabulary.
         """
         k = self.k if k is None else k
-        optional = self._optional if optional is None else optional
+        optional = self.optional if optional is None else optional
         held, temperatures = self.fingerprint, self.temperatures
         if k < held.top_k and "tail_draw_ids" in optional and (draws := held.contents.tail_draws):
             drawn = f"the cache's draws are from the tail behind {held.top_k} entries, and do not go with {k} of them"
@@ -145,7 +146,7 @@ class KDCacheDataset(ShuffledRows):
         """Let worker processes open the cache again, without checking every byte again."""
         again = functools.partial(type(self), verify=False, verify_rows=self._verify_rows)
         made_of = (self._place, self._preload, self.k or None, self.split, self.temperatures)
-        return again, made_of, {"_optional": self._optional}
+        return again, made_of, {"optional": self.optional}
 
     def teacher_lm_head(self) -> LMHead:
         """Return the teacher's LM head of a cache that was built with `--hidden`, as `lm_head.read_lm_head` does."""
@@ -187,3 +188,60 @@ def _check_request(fingerprint: Fingerprint, k: int | None, temperatures: Sequen
             remedy = f"{others} --temperatures {held.replace(', ', ',')},{temperature:g}"
             raise CacheError(f"temperature: {temperature:g} is not in the cache, which holds {held}; {remedy}")
     return k
+
+
+@settings
+class LaterConfig:
+    """Which caches join the first one, and when."""
+
+    later_caches: tuple[str, ...] = option((), "caches as PATH@STEP, read after that step", unit="list")
+    later_share: float = option(0.25, "share of a step's rows that are the newest later cache's", above=0, max=1)
+
+    def __post_init__(self) -> None:
+        if (steps := [-1, *(step for _, step in self.parsed)]) != sorted(set(steps)):
+            raise ConfigError(f"later_caches: {','.join(self.later_caches)}; allowed: PATH@STEP, steps rising")
+
+    @property
+    def parsed(self) -> list[tuple[str, int]]:
+        """The caches with the steps after which they join."""
+        parts = [text.rpartition("@") for text in self.later_caches]
+        return [(path, int(step) if path and step.isdecimal() else -1) for path, _, step in parts]
+
+
+class MixedCaches(KDCacheDataset):
+    """A KD cache, opened like one, with rows of others in its `batches`; these are numbered behind its own."""
+
+    _later: tuple[tuple[int, int, KDCacheDataset, float], ...] = ()  # steps before it, rows before its, it, its share
+
+    def join(self, later: LaterConfig, until: int) -> None:
+        """Open the caches that join before a step; CacheError: one has not the arrays, or the teacher, of this."""
+        first = len(self)
+        for path, step in (joined for joined in later.parsed if joined[1] < until):  # the others need not be there
+            how = {"temperatures": self.temperatures, "verify_rows": self._verify_rows}
+            found = KDCacheDataset(path, self._preload, self.k or None, **how)  # type: ignore[arg-type]
+            for name in ("teacher_sha256", "tokenizer_sha256", "contents"):
+                if getattr(found.fingerprint, name) != getattr(self.fingerprint, name):
+                    raise CacheError(f"later_caches: {path} has another {name} than {self.path}; build it alike")
+            self._later, first = (*self._later, (step, first, found, later.later_share)), first + len(found)
+
+    def rows(self, indices: Indices, k: int | None = None, optional: Sequence[str] | None = None) -> Batch:
+        """Return rows of all caches as `KDCacheDataset.rows` does."""
+        k, optional = self.k if k is None else k, self.optional if optional is None else optional
+        own, parts = np.array(indices, np.int64), []
+        for _, first, dataset, _ in self._later:
+            at = np.flatnonzero((own >= first) & (own < first + len(dataset)))
+            parts.append((at, dataset.rows(own[at] - first, k, optional)))
+            own[at] = -1
+        batch = super().rows(own, k, optional)
+        for at, part in parts:
+            for name, values in part.items():
+                batch[name][at] = values
+        return batch
+
+    def order(self, step: int, global_batch_rows: int, seed: int) -> np.ndarray:
+        """Return the row numbers of a step, the last ones those of the newest cache that has joined."""
+        order = super().order(step, global_batch_rows, seed)
+        for begin, first, dataset, share in [joined for joined in self._later if joined[0] <= step][-1:]:
+            rows = global_batch(len(dataset), step - begin, max(1, round(share * global_batch_rows)), seed)
+            order[-len(rows) :] = np.where(rows < 0, -1, rows + first)
+        return order

@@ -192,8 +192,8 @@ class Shard:
         if not found == entry.bytes == plan.total_bytes:
             written = f"{entry.bytes:,} were written, and its {entry.rows} rows take {plan.total_bytes:,}"
             raise CacheDamaged(f"{file}: has {found:,} bytes, {written}")
-        if self._beginning(len(plan.header)) != plan.header:
-            header = read_header(self._beginning(min(entry.bytes, 8 + fmt.HEADER_LIMIT_BYTES)), file)
+        if self._bytes(0, len(plan.header)) != plan.header:
+            header = read_header(self._bytes(0, min(entry.bytes, 8 + fmt.HEADER_LIMIT_BYTES)), file)
             if header != read_header(plan.header, file):
                 raise CacheDamaged(f"{file}: its header describes other arrays than the cache's fingerprint demands")
         if self._held.lzma:
@@ -231,11 +231,10 @@ class Shard:
 
     def _blob(self, number: int, where: str, check: bool) -> bytes:
         start, end = self._ends[number : number + 2]
-        data = np.empty(end - start, np.uint8)
-        self._fill(data, self._plan.starts["rows"] + int(start), where)
+        data = self._bytes(self._plan.starts["rows"] + int(start), end - start, where)
         if check and crc32(data) != self._sums[number]:
             raise self._damaged(where, "does not have its checksum")
-        return data.tobytes()
+        return data
 
     def parts(self, most: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         """Yield all rows as `rows` does, at most `most` at a time, each time with the number of the first."""
@@ -256,10 +255,10 @@ class Shard:
             digest.update(chunk.data)
         return digest.hexdigest()
 
-    def _beginning(self, size: int) -> bytes:
-        header = np.empty(size, np.uint8)
-        self._fill(header, 0, "its header")
-        return header.tobytes()
+    def _bytes(self, start: int, size: int, where: str = "its header") -> bytes:
+        data = np.empty(size, np.uint8)
+        self._fill(data, start, where)
+        return data.tobytes()
 
     def _fill(self, array: np.ndarray, start: int, where: str) -> None:
         """Read an array's bytes from a place in the file."""

@@ -92,8 +92,7 @@ def render(found: dict[str, Any]) -> str:
     """Return what `progress` found as text for a terminal."""
     ends = "not known yet: give the training rows as --rows, and wait for a builder's second shard"
     if found["finish"] is not None:
-        ends = (
-            f"{datetime.fromtimestamp(found['finish'], UTC):%Y-%m-%d %H:%M} UTC, last builder {found['last_builder']}"
-        )
+        finish = datetime.fromtimestamp(found["finish"], UTC)
+        ends = f"{finish:%Y-%m-%d %H:%M} UTC, last builder {found['last_builder']}"
     text = "{path}: unfinished: {shards:,} of {planned_shards} shards; {ended:,} of {builders:,} builders have ended; "
     return f"{text}finish {{ends}}".format_map({**found, "ends": ends})
