@@ -146,7 +146,7 @@ def encode(arrays: Arrays, vocab: int, length: int, k: int, value_dtype: str) ->
         "values": value_dtype,
         "bytes_per_token": round(fmt.row_bytes(held.arrays) / length, 2),
         "with_records_of_so_few_rows": round(size / tokens, 2),
-        "packed_bytes_per_token": round(transport.packed_bytes_per_token, 2),
+        "packed_bytes_per_token": round(transport["packed_bytes_per_token"], 2),
         "kl_mean": float(f"{kl.mean():.3g}"),
         "kl_largest": float(f"{kl.max():.3g}"),
     }

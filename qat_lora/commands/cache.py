@@ -171,15 +171,12 @@ def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMH
     width, sha256 = (lm_head.width, lm_head.sha256) if lm_head else (0, None)
     return Fingerprint(
         **about,
+        **{name: getattr(options, name) for name in ("length", "top_k", "value_dtype", "eval_rows")},
         dataset=describe_source(options.text, dealt) + (f" first {options.num_rows} rows" if options.num_rows else ""),
         packing=packing + (f"; {'units ' * bool(dealt)}dealt out to {builders} builders" if builders > 1 else ""),
-        length=options.length,
-        top_k=options.top_k,
         temperatures=tuple(sorted(set(options.temperatures))),
-        value_dtype=options.value_dtype,
         optional_arrays=optional_arrays(options.draws_from_tail, options.draws, width, sha256, weights, lzma),
         seed=run.seed,
-        eval_rows=options.eval_rows,
     )
 
 
@@ -206,30 +203,27 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
     audit.check_teacher(held, path, sha256, teacher.vocab_size)
     out = Path(run.out) if run.out else None
     settings = {"cache": held.sha256, "rows": options.rows, "dtype": run.dtype, "device": runtime.device.type}
-    seen = None
+    seen: dict[str, Any] = {}
     if options.text is not None:
         tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
         text = TextConfig(dataset=options.text)
         rows = list(pack_rows(open_documents(text), make_encoder(tokenizer), held.length))
-        seen = overlap.overlap(path, {Path(options.text).name: rows}, tokenizer_sha256(tokenizer))
-        settings["overlap"] = seen
+        seen["overlap"] = overlap.overlap(path, {Path(options.text).name: rows}, tokenizer_sha256(tokenizer))
     inputs = [path, options.teacher, teacher.folder, options.text]
-    claimed = outputs.claimed(out, "cache audit", settings, run.overwrite, inputs) if out else nullcontext(False)
+    claimed = outputs.claimed(out, "cache audit", settings | seen, run.overwrite, inputs) if out else nullcontext(False)
     with claimed as complete:
         if out and complete:
             report = json.loads((out / "audit.json").read_text(encoding="utf-8"))
         else:
             _place(teacher, runtime)
             say(run, f"{runtime.description} · {run.dtype} · {path} · built with {held.builder}")
-            report = made_with() | audit.audit(teacher, path, sha256, rows=options.rows, device=runtime.device)
-            if seen:
-                report["overlap"] = seen
+            report = made_with() | audit.audit(teacher, path, sha256, rows=options.rows, device=runtime.device) | seen
             if out:
                 save_json(report, out / "audit.json")
                 outputs.complete(out)
     say(run, f"{text_table(audit.table_rows(report))}\n{audit.summary(report)}")
     if seen:
-        say(run, overlap.summary(seen))
+        say(run, overlap.summary(seen["overlap"]))
     return report
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from tqdm.auto import tqdm
 
 from qat_lora.cache.format.records import ShardEntry
 from qat_lora.cache.storage.store import Progress, read_manifest, verify_cache
@@ -21,8 +22,6 @@ from qat_lora.terminal import echo
 @contextlib.contextmanager
 def _byte_bar(words: str, quiet: bool, shards: Iterable[ShardEntry] = ()) -> Iterator[Progress]:
     """Show a bar over the bytes of some shards, or of unknown ones; yield what is called with each that was read."""
-    from tqdm.auto import tqdm
-
     total = sum(shard.bytes for shard in shards) or None
     with tqdm(total=total, desc=words, unit="B", unit_scale=True, disable=quiet) as bar:
         yield lambda _shard, read: bar.update(read)
@@ -77,9 +76,9 @@ def _transport(words: str, source: str, out: str, quiet: bool, as_json: bool) ->
     work = {"pack": pack_cache, "unpack": unpack_cache}[words]
     with _byte_bar(words, quiet or as_json) as read:
         report = work(source, out, read)
-    sizes = f"{report.cache_bytes / 1e6:,.1f} MB as a cache, {report.packed_bytes / 1e6:,.1f} MB packed"
-    line = f"{out}: {report.shards} shards, {sizes} ({report.packed_bytes_per_token:.0f} bytes a token)"
-    _show(as_json, report._asdict(), line)
+    sizes = f"{report['cache_bytes'] / 1e6:,.1f} MB as a cache, {report['packed_bytes'] / 1e6:,.1f} MB packed"
+    line = f"{out}: {report['shards']} shards, {sizes} ({report['packed_bytes_per_token']:.0f} bytes a token)"
+    _show(as_json, report, line)
 
 
 pack, unpack = partial(_transport, "pack"), partial(_transport, "unpack")

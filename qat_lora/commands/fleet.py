@@ -17,8 +17,7 @@ from qat_lora.registry import COMMANDS
 from qat_lora.terminal import echo
 
 DATA = Path(__file__).parent / "fleets"
-# What each calls one machine's accelerator.
-MACHINES = {"slurm": "1", "k8s": "nvidia.com/gpu", "skypilot": "H100:1", "xpk": "v6e-1"}
+MACHINES = {"slurm": "1", "k8s": "nvidia.com/gpu", "skypilot": "H100:1", "xpk": "v6e-1"}  # of one machine
 VOCAB_SIZE, ENTRY_BYTES = 151_936, 300  # where --vocab-size is not given; of a shard in the manifest, at most
 
 

@@ -241,8 +241,7 @@ def _check_text(name: str, file: Path) -> None:
     # Python sources may declare an old encoding, which costs a few characters, so they are read all the same
     replaced = 0 if file.suffix == ".py" else text.count("\ufffd")
     if b"\0" in start or replaced > len(text) / 10:
-        remedy = "convert it, or leave it out with --glob or --files-from"
-        raise TextError(f"dataset: {name} is not UTF-8 text; {remedy}")
+        raise TextError(f"dataset: {name} is not UTF-8 text; convert it, or leave it out with --glob or --files-from")
 
 
 def _chosen_files(path: Path, config: TextConfig) -> list[tuple[str, Path]]:
@@ -366,14 +365,11 @@ def _row_document(row: Row, config: TextConfig) -> Document:
     return Document(text_of(row, config.text_field), None, row.name)
 
 
-def copies_folder() -> Path:
-    """Return where copies are kept: below XDG_CACHE_HOME, by default ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "qat-lora" / "text"
-
-
 @functools.lru_cache  # a run asks several times and reads one text
 def fetched(url: str) -> Path:
     """Return the file or folder on this machine that holds the text of a URL, copied if it is not there yet.
+
+    Copies are kept in qat-lora/text below XDG_CACHE_HOME, by default ~/.cache.
 
     TextError: nothing is there, or it cannot be read; MissingExtraError: its driver is not installed.
     """
@@ -385,7 +381,8 @@ def fetched(url: str) -> Path:
         if not files:
             raise TextError(f"dataset: {shown}: nothing is there; check the address")
         seen = [(path, *(str(info.get(key)) for key in _VERSION_KEYS)) for path, info in sorted(files.items())]
-        home = copies_folder() / hashlib.sha256(json.dumps([shown, seen]).encode()).hexdigest()[:16]
+        below = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "qat-lora" / "text"
+        home = below / hashlib.sha256(json.dumps([shown, seen]).encode()).hexdigest()[:16]
         name = root.rstrip("/").rsplit("/", 1)[-1] or "text"
         if not home.is_dir():
             _copy(fs, files, root, home, name)

@@ -35,7 +35,7 @@ def test_golden_caches_come_back(name, tmp_path):
     pack_cache(GOLDEN / name, tmp_path / "p.tar.zst")
     report = unpack_cache(tmp_path / "p.tar.zst", tmp_path / "c")
     assert _files(tmp_path / "c") == _files(GOLDEN / name)
-    assert report.shards == len(list((tmp_path / "c").glob("?-*.safetensors")))
+    assert report["shards"] == len(list((tmp_path / "c").glob("?-*.safetensors")))
     verify_cache(tmp_path / "c")
 
 
@@ -63,9 +63,9 @@ def test_bytes_per_token_without_any_pattern(tmp_path, fingerprint, write_cache,
     fp = fingerprint(vocab_size=151_936, top_k=64, length=512, value_dtype=value_dtype)
     write_cache(tmp_path / "c", fp, _teacher_like(fp, 32), shard_rows=16)
     report = pack_cache(tmp_path / "c", tmp_path / "p.tar.zst")
-    assert report.packed_bytes_per_token <= most
-    assert report.packed_bytes == (tmp_path / "p.tar.zst").stat().st_size
-    assert report.cache_bytes > 1.2 * report.packed_bytes
+    assert report["packed_bytes_per_token"] <= most
+    assert report["packed_bytes"] == (tmp_path / "p.tar.zst").stat().st_size
+    assert report["cache_bytes"] > 1.2 * report["packed_bytes"]
     unpack_cache(tmp_path / "p.tar.zst", tmp_path / "again")
     assert _files(tmp_path / "again") == _files(tmp_path / "c")
 

@@ -47,7 +47,7 @@ def test_a_file_is_fetched_once_and_again_when_it_changed(store, monkeypatch):
     store.pipe_file("/bucket/books/a.txt", b"another text")
     sources.fetched.cache_clear()
     assert texts(url) == ["another text"] and len(got) == 2
-    assert not [p for p in sources.copies_folder().iterdir() if p.name.startswith(".")]
+    assert not [p for p in sources.fetched(url).parents[1].iterdir() if p.name.startswith(".")]
 
 
 def test_what_cannot_be_read_is_one_line(store, monkeypatch):

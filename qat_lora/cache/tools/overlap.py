@@ -75,9 +75,8 @@ def summary(report: dict[str, Any]) -> str:
     """Return one line on an overlap; a warning where a text has more of it than boilerplate explains."""
     shares = report["by_text"]
     by_text = "" if len(shares) < 2 else f" ({', '.join(f'{name} {share:.1%}' for name, share in shares.items())})"
-    share = f"{report['share']:.1%} of the {report['tokens']:,} evaluation tokens{by_text}"
     run = f"a run of {report['run']} tokens that the cache holds too ({report['cache_tokens']:,} tokens looked at)"
-    line = f"{share} lie in {run}"
+    line = f"{report['share']:.1%} of the {report['tokens']:,} evaluation tokens{by_text} lie in {run}"
     if max(shares.values(), default=0.0) < ALARM:
         return line
     return f"warning: {line}; scores on text that was trained on flatter: choose another text"

@@ -18,7 +18,7 @@ import json
 import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -38,19 +38,11 @@ _TRAILER_BYTES = len(_SKIPPED_FRAME) + 32
 _CHUNK_BYTES = 1 << 20
 
 
-class PackReport(NamedTuple):
-    """What came of packing or unpacking."""
-
-    out: str
-    shards: int
-    cache_bytes: int  # of the shards in the cache
-    packed_bytes: int  # of the packed file, records included
-    packed_bytes_per_token: float
-
-
-def pack_cache(path: Place, out: str | Path, progress: Progress | None = None) -> PackReport:
+def pack_cache(path: Place, out: str | Path, progress: Progress = lambda *_: None) -> dict[str, Any]:
     """Write a finished cache as one file, usually `….tar.zst`, which must not exist and appears when it is whole.
 
+    Returned are `out`, `shards`, their `cache_bytes`, and `packed_bytes` of the file (records included) in all and
+    `packed_bytes_per_token`.
     CacheError, CacheDamaged: it is not finished or not intact; OutputExistsError; MissingExtraError: no zstandard.
     """
     zstd, source, out = require("zstandard", "transport"), locate(path), _local(out)
@@ -74,9 +66,10 @@ def pack_cache(path: Place, out: str | Path, progress: Progress | None = None) -
     return _report(out, manifest, packed_bytes)
 
 
-def unpack_cache(path: str | Path, out: str | Path, progress: Progress | None = None) -> PackReport:
+def unpack_cache(path: str | Path, out: str | Path, progress: Progress = lambda *_: None) -> dict[str, Any]:
     """Write the cache that was packed in a file or URL; the folder, new or empty, appears when it is whole.
 
+    Returned is what `pack_cache` returns.
     CacheError, CacheDamaged: no packed cache, or not intact; OutputExistsError; MissingExtraError: no zstandard.
     """
     zstd, out = require("zstandard", "transport"), _local(out)
@@ -112,7 +105,7 @@ def _local(out: str | Path) -> Path:
     return place.path
 
 
-def _members(source: Location, manifest: Manifest, progress: Progress | None) -> Iterator[tuple[str, int, BinaryIO]]:
+def _members(source: Location, manifest: Manifest, progress: Progress) -> Iterator[tuple[str, int, BinaryIO]]:
     """Yield name, size and content of an archive's files, checked."""
     text = source.read(fmt.MANIFEST, fmt.MANIFEST_LIMIT_BYTES)
     yield fmt.MANIFEST, len(text), io.BytesIO(text)
@@ -128,11 +121,10 @@ def _members(source: Location, manifest: Manifest, progress: Progress | None) ->
         data = b"".join(source.chunks(f"{entry.shard}.safetensors"))
         check_digest(source, entry, hashlib.sha256(data).hexdigest())
         yield f"{entry.shard}.safetensors", entry.bytes, io.BytesIO(_with_values(data, manifest, entry, _differences))
-        if progress is not None:
-            progress(entry.shard, entry.bytes)
+        progress(entry.shard, entry.bytes)
 
 
-def _extract(archive: tarfile.TarFile, where: str | Path, target: LocalFolder, progress: Progress | None) -> Manifest:
+def _extract(archive: tarfile.TarFile, where: str | Path, target: LocalFolder, progress: Progress) -> Manifest:
     """Write an archive's files into a folder: names and order are the manifest's, whatever the archive says."""
 
     def read(name: str, most: int) -> Iterator[bytes]:
@@ -158,8 +150,7 @@ def _extract(archive: tarfile.TarFile, where: str | Path, target: LocalFolder, p
             raise _damaged(where, f"{entry.shard} is not the shard that the manifest lists")
         target.write_new(f"{entry.shard}.safetensors", [data], "shard")
         target.write_new(f"{entry.shard}.json", [sidecar], "sidecar")
-        if progress is not None:
-            progress(entry.shard, entry.bytes)
+        progress(entry.shard, entry.bytes)
     return manifest
 
 
@@ -201,17 +192,18 @@ def _damaged(where: str | Path, what: str) -> CacheDamaged:
     return CacheDamaged(f"{where}: {what}; copy it again from where it was packed")
 
 
-def _report(out: Path, manifest: Manifest, packed_bytes: int) -> PackReport:
+def _report(out: Path, manifest: Manifest, packed_bytes: int) -> dict[str, Any]:
     entries = manifest.all_shards
     tokens = sum(entry.rows for entry in entries) * manifest.fingerprint.length
-    return PackReport(str(out), len(entries), sum(e.bytes for e in entries), packed_bytes, packed_bytes / tokens)
+    sizes = {"packed_bytes": packed_bytes, "packed_bytes_per_token": packed_bytes / tokens}
+    return {"out": str(out), "shards": len(entries), "cache_bytes": sum(entry.bytes for entry in entries), **sizes}
 
 
 GROUP_BYTES = 32 << 20  # stored bytes that make a row group, about; a group does not reach over the end of a shard
 
 
 def export_parquet(
-    path: Place, out: str | Path, split: str = "train", *, progress: Progress | None = None
+    path: Place, out: str | Path, split: str = "train", *, progress: Progress = lambda *_: None
 ) -> dict[str, Any]:
     """Write a split of a cache to a Parquet file, which appears when it is whole; return its sizes by name.
 
@@ -249,8 +241,7 @@ def export_parquet(
                 lists = [_lists(arrow, columns[name]) for name in schema.names]
                 writer.write_table(arrow.Table.from_arrays(lists, schema=schema))
                 groups += 1
-            if progress is not None:
-                progress(entry.shard, entry.bytes)
+            progress(entry.shard, entry.bytes)
     size = out.stat().st_size
     return {"out": str(out), "split": split, "rows": manifest.rows(split), "row_groups": groups, "bytes": size}
 
@@ -266,11 +257,8 @@ def _columns(arrays: Mapping[str, np.ndarray], held: Fingerprint) -> dict[str, n
     for name, size in contents.id_lists.items():
         if name in DRAWN:
             columns[DRAWN[name]] = unpack_ids(arrays, size, name=name)
-    if contents.weights:
-        columns["weights"] = arrays["weights"]
-    if contents.hidden:
-        columns["teacher_hidden"] = arrays["hidden"]
-    return columns | {name: arrays[name] for name in contents.sums}
+    named = {"weights": "weights", "hidden": "teacher_hidden"} | {name: name for name in contents.sums}
+    return columns | {column: arrays[name] for name, column in named.items() if name in arrays}
 
 
 def _lists(arrow: Any, values: np.ndarray) -> Any:
