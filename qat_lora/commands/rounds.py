@@ -32,7 +32,8 @@ def rounds(options: RoundsOptions, runtime: Runtime) -> Path:
     training = {**same, "out": out / "run", "seed": run.seed, "later_caches": later, **where}
     writing = {"teacher": held.teacher, "writer": out / "run" / "last", "dataset": options.dataset} | where
     writing |= held.contents._asdict() | {"temperatures": ",".join(f"{t:g}" for t in held.temperatures)}
-    writing |= {"weights": None, "hidden": bool(held.contents.hidden), "texts": options.round_texts}
+    writing |= {"hidden": bool(held.contents.hidden), "texts": options.round_texts, "weights": None, "lzma": None}
+    writing |= {"row_codec": "lzma"} if held.contents.lzma else {}
     for number, (cache, step) in enumerate(joins.items(), 1):
         if not (cache / MANIFEST).is_file():
             _phase(options, "recover", {**training, "until_step": step}, options.recover)
