@@ -14,7 +14,7 @@ from qat_lora.train.optim import OptimConfig
 
 def call(name, options, **changed):
     """Run a command on the CPU, in this process."""
-    command = next(c for c in COMMANDS.values() if c.function.endswith(f":{name}"))
+    command = next(c for c in COMMANDS.values() if c.options and c.function.endswith(f":{name}"))
     return work_here(command, replace(options, **changed), DeviceChoice("cpu"))
 
 
