@@ -52,7 +52,10 @@ BAD: dict[str, tuple[str, str]] = {
         "the student reads at most 16; build a cache with --length 16 or less",
     ),
     "K of 0": (f"{BUILD} --top-k 0", "top_k: 0 is too small; allowed: 1 or more"),
-    "K beyond the vocabulary": (f"{BUILD} --top-k 1000", "top_k: 1000 does not fit; allowed: 1 to 320, or 0 with --hidden"),
+    "K beyond the vocabulary": (
+        f"{BUILD} --top-k 1000",
+        "top_k: 1000 does not fit; allowed: 1 to 320, or 0 with --hidden",
+    ),
     "K beyond the cache": (f"{RECOVER} --head-k 9", "9 entries were asked for; allowed: 1 to 8"),
     "no temperature": (f"{BUILD} --temperatures 0", "temperatures: allowed: one or more numbers above 0"),
     "a temperature that is not cached": (f"{RECOVER} --temperature 2", "temperature: 2 is not in the cache"),
