@@ -59,6 +59,10 @@ from qat_lora.train.optim import OptimConfig
 
 HEADS = ("ghost", "renorm", "hybrid", "jsd", "skew", "skew_reverse")
 ALONE = ("sampled", "full", "ce")
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "ghost, T 2 then 1": {"estimator": "ghost", "temperature_schedule": (2.0, 1.0)},
+    "full, T 2 to 1": {"estimator": "full", "temperature": 2.0, "temperature_end": 1.0},
+}
 SIZES = ("bytes_v151936", "bytes_v151936_without_pattern")
 SETTINGS = ("preset", "length", "rank", "batch", "steps", "lr", "scale_lr", "tail_draws", "pool", "eval_rows", "dtype")
 
@@ -76,8 +80,9 @@ class Case:
     @property
     def name(self) -> str:
         """For folders and tables."""
+        label = self.label.replace(", ", "-").replace(" ", "-")
         parts = [f"{letter}{size}" for letter, size in (("k", self.k), ("d", self.draws)) if size]
-        return "-".join([self.label, *parts, *([] if self.positions == "all" else self.positions.split(":"))])
+        return "-".join([label, *parts, *([] if self.positions == "all" else self.positions.split(":"))])
 
     @property
     def label(self) -> str:
@@ -88,6 +93,8 @@ class Case:
         """Return the settings of the loss."""
         if self.estimator == "ce":
             return ObjectiveConfig(kd_weight=0.0, ce_weight=1.0)
+        if self.estimator in SCHEDULES:
+            return ObjectiveConfig(**SCHEDULES[self.estimator])
         return ObjectiveConfig(estimator=self.estimator, draws=None if self.compressed else self.draws)  # type: ignore[arg-type]
 
 
@@ -156,8 +163,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draws", type=numbers, default=(), help="draws of sampled; default: equal bytes with each K")
     parser.add_argument("--compressed", type=numbers, default=(), help="draws of caches of version 2, each its own")
     parser.add_argument(
-        "--positions", type=words, default=("all",), help="of those, each: all, entropy:0.5, uniform:0.5"
+        "--positions",
+        type=lambda text: text.split(","),
+        default=["all"],
+        help="of those, each: all, entropy:0.5, uniform:0.5",
     )
+    parser.add_argument("--schedules", action="store_true", help="temperatures that step or move, beside the others")
     parser.add_argument("--tail-draws", type=int, default=8, help="draws of hybrid")
     parser.add_argument("--seeds", type=numbers, default=(0, 1, 2))
     parser.add_argument("--preset", default="w2g64")
@@ -204,6 +215,8 @@ def all_cases(arguments: argparse.Namespace) -> Iterator[Case]:
     for estimator in ("full", "ce"):
         if estimator in arguments.estimators:
             yield Case(estimator)
+    for estimator in SCHEDULES if arguments.schedules else ():
+        yield Case(estimator, max(arguments.k) if estimator.startswith("ghost") else None)
 
 
 def part(arguments: argparse.Namespace, out: Path, seed: int = 0) -> RunConfig:
@@ -236,6 +249,7 @@ def build(arguments: argparse.Namespace, seen: TextConfig, out: Path, k: int, dr
             tail_draws=arguments.tail_draws,
             draws=draws if largest else 0,
             hidden=largest,
+            temperatures=(1.0, 2.0) if arguments.schedules else (1.0,),
             num_rows=int(arguments.steps * arguments.batch * arguments.pool),
             teacher_batch_size=16,
             run=part(arguments, out / f"cache-k{k}"),
@@ -307,7 +321,12 @@ def cost(case: Case, cache: Path) -> dict[str, float]:
         sizes = {"bytes_v151936": scattered, "bytes_v151936_without_pattern": random_ids}
         return {"bytes_per_token": round(size, 2), "bytes_counted": round(size, 2), **sizes}
     held = dataset.manifest.fingerprint.contents
-    needs = {"full": {"hidden": held.hidden}, "sampled": {"draws": case.draws}, "hybrid": {"tail_draws": case.draws}}
+    needs = {
+        "full": {"hidden": held.hidden},
+        "full, T 2 to 1": {"hidden": held.hidden},
+        "sampled": {"draws": case.draws},
+        "hybrid": {"tail_draws": case.draws},
+    }
     alone = Contents(held.length, case.k or 0, held.vocab_size, **needs.get(case.estimator, {}))
     text = Contents(held.length, 0, held.vocab_size)
     stored = (row_bytes(array_table(alone)) - row_bytes(array_table(text))) / held.length
@@ -432,7 +451,7 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     """Draw held-out KL over bytes a token, with error bars; `ce`, which needs none, as a line across."""
     with drawn_to(file, size=(7, 4.5)) as (_, axes):
         axis = axes[0, 0]
-        for estimator in (*HEADS, "sampled", "compressed", "full"):
+        for estimator in (*HEADS, "sampled", "compressed", "full", *SCHEDULES):
             points = sorted((r for r in rows if r["estimator"] == estimator), key=lambda r: r["bytes_per_token"])
             if points:
                 bars = [r["kl_sd"] or 0.0 for r in points]
