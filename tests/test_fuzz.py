@@ -79,7 +79,7 @@ def test_it_finds_an_adapter_reader_that_checks_nothing(targets, monkeypatch):
         lora = LoraConfig(int(settings["r"]), float(settings["lora_alpha"]), targets)
         return AdapterInfo(folder, settings["base_model_name_or_path"], note["base_sha256"], lora)
 
-    for module in (fuzzing, students):
+    for module in (fuzzing, students.adapters):
         monkeypatch.setattr(module, "read_adapter", naive)
     assert fuzzing.survey(targets[CONFIG], 100, until_found=True).faults
     assert fuzzing.survey(targets[NOTE], 100, until_found=True).faults

@@ -1,7 +1,7 @@
 """What a newcomer adds takes at most three files, and CONTRIBUTING says which: a test of its table.
 
 Each line of the table names an example that is there already. Its name, as a string, a function, a class or an import,
-may occur in no file of the package but those that the line lists.
+or as a key or a value of a data file, may occur in no file of the package but those that the line lists.
 """
 
 import ast
@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "qat_lora"
@@ -38,12 +39,17 @@ def knows(source: str, name: str) -> bool:
     return False
 
 
+def holds(data: object, name: str) -> bool:
+    """Tell whether a data file has a name as a key or a value."""
+    if isinstance(data, dict):
+        return name in data or any(holds(value, name) for value in data.values())
+    return any(holds(value, name) for value in data) if isinstance(data, list) else data == name
+
+
 def known_in(name: str) -> set[str]:
-    return {
-        file.relative_to(PACKAGE).as_posix()
-        for file in PACKAGE.rglob("*.py")
-        if knows(file.read_text(encoding="utf-8"), name)
-    }
+    modules = (file for file in PACKAGE.rglob("*.py") if knows(file.read_text(encoding="utf-8"), name))
+    files = (f for f in PACKAGE.rglob("*.yaml") if holds(yaml.safe_load(f.read_text(encoding="utf-8")), name))
+    return {file.relative_to(PACKAGE).as_posix() for file in (*modules, *files)}
 
 
 def test_the_table_has_all():

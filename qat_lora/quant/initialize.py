@@ -71,12 +71,9 @@ class QuantizedWeight(NamedTuple):
         return self.changed(lambda x: x.to(device))._replace(values=self.values.to(device))
 
     def split(self, layers: int) -> list[QuantizedWeight]:
-        """Return the parts of layers whose rows lie one under the other; scales must be by channel or group."""
-        return (
-            [self.changed(lambda x, i=i: x.unflatten(0, (layers, -1))[i]) for i in range(layers)]
-            if layers > 1
-            else [self]
-        )
+        """Return the rows in parts, of one layer each where they are several; scales must be by channel or group."""
+        parts = range(len(self.codes_OI.chunk(layers)))
+        return [self.changed(lambda x, i=i: x.chunk(layers)[i]) for i in parts] if layers > 1 else [self]
 
     @classmethod
     def joined(cls, layers: Sequence[QuantizedWeight]) -> QuantizedWeight:

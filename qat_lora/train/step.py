@@ -29,6 +29,7 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.types import Batch, LanguageModel, LMHead
 
 Weights = Mapping[str, Tensor]  # of the terms in one optimizer step, and a moving temperature (`weight_tensors`)
+LEAST = 1e-20  # of a sum that is divided by: one of weights may be far below 1, and 0 goes with gradients of 0
 Sums = dict[str, Tensor]  # running sums of one optimizer step: `loss`, `tokens`, `kl` and one per loss term
 
 
@@ -84,7 +85,7 @@ def optimizer_step(
     runtime.reduce_gradients(parameters)
     together = runtime.all_reduce_mean(torch.stack([value.float() for value in sums.values()]))  # one exchange for all
     sums = dict(zip(sums, together.unbind(), strict=True))
-    tokens = torch.where(sums["tokens"] > 0, sums["tokens"], 1.0)  # a sum of weights may be below 1
+    tokens = sums["tokens"].clamp_min(LEAST)
     gradients = [p.grad for p in parameters if p.grad is not None]
     # By rows first: one sum of millions of squares loses the small ones.
     rows = [(g * g).sum(-1).flatten() for g in gradients]  # not `vector_norm`: twelve operations of a graph each
@@ -149,7 +150,7 @@ def anchor_micro_batch(
     """Run forward and backward on a batch of `anchor_batches`; return the step's `sums` with its own added."""
     counts = torch.stack([sums["tokens"].float(), batch["target_mask"].sum(dtype=torch.float32)])
     tokens, own_tokens = runtime.all_reduce_mean(counts).unbind()
-    ratio = tokens / torch.where(own_tokens > 0, own_tokens, 1.0)
+    ratio = tokens / own_tokens.clamp_min(LEAST)
     distance = ObjectiveConfig("ghost", loss_chunk_mb=objective.loss_chunk_mb, loss_walk=objective.loss_walk)
     own = micro_batch(model, batch, distance, {"kd": weights["anchor"] * ratio})
     return sums | {"loss": sums["loss"] + own["loss"], "loss_anchor": sums["loss_anchor"] + own["loss_kd"] * ratio}
