@@ -72,6 +72,8 @@ def cache_training_data(options: RecoverOptions | QatOptions) -> TrainingData:
     later = options.later if isinstance(options, RecoverOptions) else LaterConfig()
     rows = MixedCaches(path, options.preload, options.head_k, temperatures=temperatures, verify_rows=checked)
     rows.join(later, options.loop.until_step or options.loop.max_steps)
+    if objective.estimator == "auto" and rows.fingerprint.contents.entropy:  # of draws alone
+        objective = replace(objective, estimator="sampled")
     check_arrays(rows, objective)
     kept = None
     if rows.manifest.rows("eval"):

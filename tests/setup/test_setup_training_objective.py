@@ -57,11 +57,10 @@ def test_each_learns_from_one_cache(made, objective, head_k):
 def test_draws_alone_train_and_are_measured_in_kl(made, positions, tmp_path, tiny):
     settings = dict(top_k=0, draws=64, row_codec="lzma", positions=positions)
     cache = call("build_cache", cache_options(tiny, tmp_path / "cache", **settings))
-    run = call("recover", options(made, tmp_path / "run", cache, estimator="sampled"))
+    run = call("recover", options(made, tmp_path / "run", cache))  # `auto` is `sampled` there
     exact = call("recover", options(made, tmp_path / "exact", estimator="full"))
     for name in ("evaluations.jsonl", "metrics.jsonl"):
         kls, wanted = ([line["kl"] for line in read_metrics(out / name, "kl")] for out in (run, exact))
-        print(name, kls, wanted)
         assert kls == pytest.approx(wanted, abs=0.03 if positions == "entropy" else 0.01), name
         assert kls[-1] < kls[0] or name == "metrics.jsonl"
 
