@@ -70,8 +70,8 @@ def _reserve(descriptor: int, size: int, folder: Path) -> None:
         if error.errno != errno.ENOSPC:
             raise
         raise ConfigError(
-            f"out: the disk of {folder} has no room for {size / 1e6:,.0f} MB more of what --metric fisher keeps of "
-            "every layer, or --blockwise of every row; free some, choose another --out, give --metric outputs or leave "
+            f"out: {error.strerror}: {folder} has no room for {size / 1e6:,.0f} MB more of what --metric fisher keeps "
+            "of every layer, or --blockwise of every row; free some, choose another --out, give --metric outputs or leave "
             "--blockwise out"
         ) from None
 
