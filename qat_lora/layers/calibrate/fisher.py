@@ -71,8 +71,8 @@ def _reserve(descriptor: int, size: int, folder: Path) -> None:
             raise
         raise ConfigError(
             f"out: {error.strerror}: {folder} has no room for {size / 1e6:,.0f} MB more of what --metric fisher keeps "
-            "of every layer, or --blockwise of every row; free some, choose another --out, give --metric outputs or leave "
-            "--blockwise out"
+            "of every layer, or --blockwise of every row; free some, choose another --out, give --metric outputs or "
+            "leave --blockwise out"
         ) from None
 
 
