@@ -62,18 +62,27 @@ def _count_below(x: Tensor, midpoints: Tensor) -> Tensor:
     return codes
 
 
-def nearest(x: Tensor, values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """Return the nearest code value of every entry of x, and its uint8 index; the same codes as `encode`.
+def nearest_value(x: Tensor, values: Tensor, spec: QuantSpec) -> Tensor:
+    """Return the nearest code value of every entry of x, the one that `encode` finds.
 
     Compiles on every device, as a search does not on XLA: even books round, tables are compared midpoint by midpoint.
     """
     if spec.code == "lut":
+        return nearest(x, values, spec)[0]
+    below, least = x.floor(), -(2**spec.bits // 2) if spec.code in ("integer", "half") else 0
+    if spec.code != "half":
+        below += x - below >= 0.5
+    below.clamp_(least, least + 2**spec.bits - 1)
+    return below.add_(0.5) if spec.code == "half" else below
+
+
+def nearest(x: Tensor, values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """Return the nearest code value of every entry of x, and its uint8 index."""
+    if spec.code == "lut":
         codes = _count_below(x, (values[1:] + values[:-1]) / 2)
         return decode(codes, values), codes
-    below = x.floor()
-    index = below - values[0].floor() + (0.0 if spec.code == "half" else (x - below >= 0.5).to(x.dtype))
-    codes = index.clamp(0, 2**spec.bits - 1)
-    return codes + values[0], codes.to(torch.uint8)
+    found = nearest_value(x, values, spec)
+    return found, (found - values[0]).to(torch.uint8)
 
 
 def decode(codes: Tensor, values: Tensor) -> Tensor:

@@ -93,20 +93,23 @@ def invert(lower_II: Tensor) -> Tensor:
 
 
 class Grid(NamedTuple):
-    """The meaning of the codes of weights (or of some columns): (value - zero) * scale."""
+    """The meaning of the codes of weights (or of some columns): (value - zero) * scale.
+
+    A book that counts up by ones is given as 0, 1, ..., what is missing in its zero: then rounding is all of a search.
+    """
 
     values: Tensor  # sorted code book
     scale: Tensor  # scale of every weight, [R, I]
-    zero: Tensor | None = None  # zero point of every weight, [R, I], with asymmetric codes
-    first: float | None = None  # least code value where they count up by ones; None for tables
+    zero: Tensor | float = 0.0  # zero point of every weight, [R, I], or one of all
+    counts: bool = False
 
     def parts(self) -> list[Tensor]:
         """Return the tensors that have an entry for every weight."""
-        return [self.scale] if self.zero is None else [self.scale, self.zero]
+        return [self.scale, self.zero] if isinstance(self.zero, Tensor) else [self.scale]
 
     def of(self, parts: Sequence[Tensor]) -> Grid:
         """Return the same grid with other `parts`."""
-        return self._replace(scale=parts[0], zero=parts[1] if len(parts) > 1 else None)
+        return self._replace(scale=parts[0], zero=parts[1] if len(parts) > 1 else self.zero)
 
     def by_column(self, number: Number, size: int) -> Grid:
         """Return the grid of a part of the columns, transposed, each in one piece of memory."""
@@ -116,30 +119,23 @@ class Grid(NamedTuple):
         """Return the grid with `whole_parts` of columns."""
         return self.of([whole_parts(x, size, 1, fill=1.0) for x in self.parts()])
 
-    def snap(self, target: Tensor) -> Tensor:
-        """Return the unscaled values of the codes nearest to a target."""
-        ratio = target / self.scale
-        if self.zero is not None:
-            ratio += self.zero
-        if self.first is None:
-            chosen = decode(encode(ratio, self.values), self.values)
-        else:  # rounding is a third of the cost of a search in vectors as short as a column
-            chosen = ratio.sub_(self.first - 0.5).floor_().clamp_(0, len(self.values) - 1).add_(self.first)
-        return chosen if self.zero is None else chosen.sub_(self.zero)
+    def snap(self, values: Tensor) -> Tensor:
+        """Return the code values nearest to others, which may be overwritten."""
+        if self.counts:
+            return values.round_().clamp_(0, self.values.numel() - 1)
+        return decode(encode(values, self.values), self.values)
 
-    def codes(self, code_values: Tensor) -> Tensor:
-        """Return the codes of values that `snap` returned."""
-        values = code_values if self.zero is None else code_values + self.zero
-        return encode(values, self.values) if self.first is None else (values - self.first).round().to(torch.uint8)
+    def codes(self, values: Tensor) -> Tensor:
+        """Return the codes of code values."""
+        return values.to(torch.uint8) if self.counts else encode(values, self.values)
 
-    def code_values(self, codes: Tensor) -> Tensor:
-        """Return the unscaled values of codes."""
-        chosen = decode(codes, self.values)
-        return chosen if self.zero is None else chosen - self.zero
+    def of_codes(self, codes: Tensor) -> Tensor:
+        """Return the code values of codes."""
+        return codes.to(self.scale.dtype) if self.counts else decode(codes, self.values)
 
     def dense(self, codes: Tensor) -> Tensor:
         """Return the weight that codes make."""
-        return self.code_values(codes) * self.scale
+        return (self.of_codes(codes) - self.zero) * self.scale
 
 
 class Steps(NamedTuple):
@@ -167,23 +163,23 @@ def gptq(
     own_LI = whole_parts(inverse_root_LII.diagonal(dim1=1, dim2=2), size, 1, fill=1.0)
 
     def round_column(grid: Grid, j: Number, carry: Tensors, slices: Tensors, _: Tensors) -> tuple[Tensors, Tensors]:
-        (left_CR,), (row_CL, own_L, *parts) = carry, slices
-        column, target_R = grid.of(parts), part(left_CR, j, 1, 0)[0]
-        found_R = column.snap(target_R)
-        errors_LO = (target_R - found_R * column.scale).view(layers, -1) / own_L[:, None]
-        _push(rest(left_CR, j, 1, 0), rest(row_CL, j, 1, 0), errors_LO)
-        return [left_CR], [found_R[None], errors_LO.view(1, -1)]
+        (left_CLO,), (row_CL1, own_1L1, *parts) = carry, slices
+        column, target_1LO = grid.of(parts), part(left_CLO, j, 1, 0)
+        found_1LO = column.snap(target_1LO / column.scale + column.zero)
+        errors_1LO = (target_1LO - (found_1LO - column.zero) * column.scale) / own_1L1
+        return [left_CLO.addcmul_(row_CL1, errors_1LO, value=-1)], [found_1LO, errors_1LO]
 
     def round_block(number: Number, carry: Tensors, _: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
         (weight_RI,), (roots_LII, own_LI, *given) = carry, constants
         left_RC, rows_LCI = part(weight_RI, number, size, 1), part(roots_LII, number, size, 1)
         grid, kept = grid_of(number, left_RC, given)
-        body, left_CR = functools.partial(round_column, grid), left_RC.T.contiguous()
-        inputs = [part(rows_LCI, number, size, 2).permute(1, 2, 0), part(own_LI, number, size, 1).T, *grid.parts()]
-        _, (found_CR, errors_CR) = loop(body, len(left_CR), [left_CR], inputs)
-        after = rest(weight_RI, number, size, 1)
-        after -= _products(errors_CR, rest(rows_LCI, number, size, 2))
-        return [weight_RI], [grid.codes(found_CR), *(x[None] for x in kept)]
+        body, left_CLO = functools.partial(round_column, grid), _by_layer(left_RC.T.contiguous(), layers)
+        own_C1L1 = part(own_LI, number, size, 1).T[:, None, :, None]
+        grids = (_by_layer(x, layers)[:, None] for x in grid.parts())
+        inputs = [_later(part(rows_LCI, number, size, 2)), own_C1L1, *grids]
+        _, (found_CLO, errors_CLO) = loop(body, len(left_CLO), [left_CLO], inputs)
+        _take(rest(weight_RI, number, size, 1), errors_CLO, rest(rows_LCI, number, size, 2))
+        return [weight_RI], [grid.codes(found_CLO.flatten(1)), *(x[None] for x in kept)]
 
     constants = [whole_parts(inverse_root_LII, size, 1, 2), own_LI, *given]
     start_RI = whole_parts(weight_RI, size, 1).clone()
@@ -191,12 +187,19 @@ def gptq(
     return codes_IR[:columns].T.contiguous(), kept
 
 
-def _push(left_CR: Tensor, factors_CL: Tensor, errors_LO: Tensor) -> None:
-    """Take a column's errors, times each column's factor, from the columns that are left, in place."""
-    if len(errors_LO) == 1:
-        left_CR.addr_(factors_CL[:, 0], errors_LO[0], alpha=-1)
-    else:
-        left_CR.view(-1, *errors_LO.shape).addcmul_(factors_CL[..., None], errors_LO, value=-1)
+def _by_layer(x_CR: Tensor, layers: int) -> Tensor:
+    """Return columns [C, L, O]."""
+    return x_CR.unflatten(1, (layers, -1))
+
+
+def _later(rows_LCC: Tensor) -> Tensor:
+    """Return what each column of a block pushes on to those after it, [C, C, L, 1]: to add zeros beats to cut."""
+    return rows_LCC.triu(1).permute(1, 2, 0)[..., None]
+
+
+def _take(from_RI: Tensor, errors_CLO: Tensor, rows_LCI: Tensor) -> None:
+    """Take what the errors of a block's columns do from all columns, layer by layer, in place: Eᵀ H."""
+    from_RI.unflatten(0, (len(rows_LCI), -1)).baddbmm_(errors_CLO.permute(1, 2, 0), rows_LCI, alpha=-1)
 
 
 def _products(errors_CR: Tensor, rows_LCI: Tensor) -> Tensor:
@@ -219,25 +222,23 @@ def descend(slope_RI: Tensor, damped_LII: Tensor, grid: Grid, codes_RI: Tensor, 
     """
     layers, columns = damped_LII.shape[:2]
 
-    def turn_column(grid: Grid, j: Number, carry: Tensors, slices: Tensors, _: Tensors) -> tuple[Tensors, Tensors]:
-        (local_CR,), (row_CL, pull_L, now_R, *parts) = carry, slices
-        column, slope_LO = grid.of(parts), part(local_CR, j, 1, 0).view(layers, -1)
-        found_R = column.snap(torch.addcmul(now_R.view(layers, -1), slope_LO, pull_L[:, None]).flatten())
-        step_R = found_R * column.scale - now_R
-        _push(rest(local_CR, j, 1, 0), rest(row_CL, j, 1, 0), step_R.view(layers, -1))
-        return [local_CR], [found_R[None], step_R[None]]
+    def turn_column(j: Number, carry: Tensors, slices: Tensors, _: Tensors) -> tuple[Tensors, Tensors]:
+        (local_CLO,), (row_CL1, pull_1LO, now_1LO, scale_1LO) = carry, slices
+        found_1LO = grid.snap(torch.addcmul(now_1LO, part(local_CLO, j, 1, 0), pull_1LO))
+        step_1LO = (found_1LO - now_1LO).mul_(scale_1LO)
+        return [local_CLO.addcmul_(row_CL1, step_1LO, value=-1)], [found_1LO, step_1LO]
 
     def turn_block(number: Number, carry: Tensors, _: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
         (slope_RI,), (damped_LII, pull_LI, codes_RI, *parts) = carry, constants
         block, rows_LCI = grid.of(parts).by_column(number, BLOCK), part(damped_LII, number, BLOCK, 1)
-        within_CCL = part(rows_LCI, number, BLOCK, 2).triu(1).permute(1, 2, 0)
-        now_CR = block.dense(part(codes_RI, number, BLOCK, 1).T)
+        now_CR = block.of_codes(part(codes_RI, number, BLOCK, 1).T.contiguous())
         local_CR = part(slope_RI, number, BLOCK, 1).T.clone(memory_format=torch.contiguous_format)
-        inputs = [within_CCL, part(pull_LI, number, BLOCK, 1).T, now_CR, *block.parts()]
-        body = functools.partial(turn_column, block)
-        _, (found_CR, steps_CR) = loop(body, len(now_CR), [local_CR], inputs)
-        slope_RI -= _products(steps_CR, rows_LCI)
-        return [slope_RI], [block.codes(found_CR)]
+        local_CLO, now_CLO, scale_CLO = (_by_layer(x, layers) for x in (local_CR, now_CR, block.scale))
+        pull_CLO = part(pull_LI, number, BLOCK, 1).T[..., None] / scale_CLO
+        inputs = [_later(part(rows_LCI, number, BLOCK, 2)), *(x[:, None] for x in (pull_CLO, now_CLO, scale_CLO))]
+        _, (found_CLO, steps_CLO) = loop(turn_column, len(now_CLO), [local_CLO], inputs)
+        _take(slope_RI, steps_CLO, rows_LCI)
+        return [slope_RI], [block.codes(found_CLO.flatten(1))]
 
     pull_LI = whole_parts(damped_LII.diagonal(dim1=1, dim2=2).reciprocal(), BLOCK, 1)
     whole_LII, whole = whole_parts(damped_LII, BLOCK, 1, 2), grid.whole(BLOCK)
@@ -268,7 +269,7 @@ def refit_scales(
         sums = _part_sums(_products(part(q_RI, number, size, 1).T, rows_LCI) * rest(q_RI, number - 1, size, 1), size)
         return carry, [torch.nn.functional.pad(sums, (groups - sums.shape[1], 0))[None]]
 
-    q_RI = grid.code_values(codes_RI)
+    q_RI = grid.of_codes(codes_RI) - grid.zero
     right = _part_sums(q_RI * slope_RI, size)
     constants = [whole_parts(q_RI, size, 1), whole_parts(damped_LII, size, 1, 2)]
     _, (rows_GRG,) = loop(gram_row, groups, [], constants=constants)

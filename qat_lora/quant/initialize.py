@@ -89,8 +89,9 @@ class QuantizedWeight(NamedTuple):
         scale, zero, minimum = self.meaning(spec)
         scale, shape = scaling.away_from_zero(scale).to(dtype), self.codes_OI.shape
         zero = zero if minimum is None else minimum.to(dtype) / scale
-        zero = None if zero is None else zero.to(dtype).expand(shape)
-        return Grid(self.values.to(dtype), scale.expand(shape), zero, first_value(spec))
+        first = first_value(spec)
+        moved = (0.0 if zero is None else zero.to(dtype).expand(shape)) - (first or 0.0)
+        return Grid(self.values.to(dtype) - (first or 0.0), scale.expand(shape), moved, first is not None)
 
     def dense(self, spec: QuantSpec) -> Tensor:
         """Return what the codes stand for, float32 [O, I], computed as `QuantLinear` does."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat_lora.quant.codes import code_values, decode, encode, full_range, nearest, pack, packed_width, unpack
+from qat_lora.quant.codes import code_values, decode, encode, full_range, nearest_value, pack, packed_width, unpack
 from qat_lora.quant.spec import SUPER, QuantSpec
 from qat_lora.runtime.loop import Tensors, loop, rows_at_a_time
 from qat_lora.runtime.precision import exact_matmul
@@ -151,7 +151,7 @@ def clip_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost) -> Tensor:
 
     def at(clip: Tensor | float, members: Tensor, widest: Tensor) -> tuple[Tensors, Tensor]:
         scale = away_from_zero(widest * clip)
-        chosen, _ = nearest(members / scale[..., None], values, spec)
+        chosen = nearest_value(members / scale[..., None], values, spec)
         return [scale], chosen.mul_(scale[..., None]).sub_(members)
 
     widest = absmax_scale(weight_OI, dataclasses.replace(spec, signed=False))
@@ -169,8 +169,8 @@ def range_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> tuple[
 
     def at(clip: Tensor | float, members: Tensor, low: Tensor, high: Tensor) -> tuple[Tensors, Tensor]:
         scale, zero = of(clip, low, high)
-        chosen, _ = nearest(members / scale[..., None] + zero[..., None], values, spec)
-        return [scale, zero], (chosen - zero[..., None]) * scale[..., None] - members
+        chosen = nearest_value((members / scale[..., None]).add_(zero[..., None]), values, spec)
+        return [scale, zero], chosen.sub_(zero[..., None]).mul_(scale[..., None]).sub_(members)
 
     scale, zero = of(1.0, low, high) if cost is None else _cheapest(at, [members, low, high], cost)
     return scale, zero
@@ -221,7 +221,7 @@ def _minimum_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> Ten
 
     def at(clip: Tensor | float, members: Tensor, low: Tensor, high: Tensor) -> tuple[Tensors, Tensor]:
         scale, minimum = (x[..., None] for x in of(clip, low, high))
-        q, _ = nearest((members + minimum) / scale, values, spec)
+        q = nearest_value((members + minimum) / scale, values, spec)
         centre, own = q.mean(-1, keepdim=True), members.mean(-1, keepdim=True)
         varies = (q - centre).square().sum(-1, keepdim=True).clamp_min(TINY)
         rise = ((q - centre) * members).sum(-1, keepdim=True) / varies

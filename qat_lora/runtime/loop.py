@@ -37,8 +37,9 @@ def loop(
         last, stacks = scan(lambda now, each, given: body(each[0], now, each[1:], given), carry, inputs, constants)
         return last, [stack.flatten(0, 1) for stack in stacks]
     now, outputs = list(carry), []
-    for number in range(rounds):
-        now, made = body(number, now, [x[number] for x in inputs], list(constants))
+    slices = zip(*(x.unbind() for x in inputs), strict=True) if inputs else [()] * rounds
+    for number, each in enumerate(slices):
+        now, made = body(number, now, list(each), list(constants))
         outputs.append(made)
     return now, [torch.cat(made) for made in zip(*outputs, strict=True)]
 
@@ -46,15 +47,15 @@ def loop(
 def part(x: Tensor, number: Number, size: int, dim: int) -> Tensor:
     """Return part `number` of `size` entries along a dimension; the last one may be shorter."""
     if isinstance(number, int):
-        return x.narrow(dim, number * size, min(size, x.shape[dim] - number * size))
+        return x.narrow(dim, number * size, min(size, x.size(dim) - number * size))
     return x.unflatten(dim, (-1, size)).index_select(dim, number.reshape(1)).squeeze(dim)
 
 
 def rest(x: Tensor, number: Number, size: int, dim: int) -> Tensor:
     """Return what follows part `number`, or in a While all of it: there earlier parts must not matter any more."""
     if isinstance(number, int):
-        start = min((number + 1) * size, x.shape[dim])
-        return x.narrow(dim, start, x.shape[dim] - start)
+        start = min((number + 1) * size, x.size(dim))
+        return x.narrow(dim, start, x.size(dim) - start)
     return x
 
 

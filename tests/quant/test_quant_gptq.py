@@ -173,23 +173,23 @@ def test_rows_solved_for_in_parts_are_those_solved_for_at_once(method, name, mon
 
 
 BOOKS = {
-    "half": ([-1.5, -0.5, 0.5, 1.5], None, -1.5),
-    "asymmetric": ([0.0, 1.0, 2.0, 3.0], 1.0, 0.0),
-    "table": ([-1.0, -0.3, 0.2, 1.0], None, None),
+    "half": ([0.0, 1.0, 2.0, 3.0], 1.5, True),
+    "asymmetric": ([0.0, 1.0, 2.0, 3.0], torch.full((50, 7), 1.0).double(), True),
+    "table": ([-1.0, -0.3, 0.2, 1.0], 0.0, False),
 }
 
 
 @pytest.mark.parametrize("book", BOOKS)
 def test_snapping_finds_the_nearest_value_and_its_code(book):
-    values, zero, first = BOOKS[book]
+    values, zero, counts = BOOKS[book]
     target = torch.randn(50, 7, generator=torch.Generator().manual_seed(0)).double() * 2
-    grid = Grid(torch.tensor(values).double(), torch.full((50, 7), 0.7).double(), first=first)
-    grid = grid if zero is None else grid._replace(zero=torch.full((50, 7), zero).double())
-    offered = (np.array(values) - (zero or 0.0)) * 0.7
+    grid = Grid(torch.tensor(values).double(), torch.full((50, 7), 0.7).double(), zero, counts)
+    offered = (np.array(values) - np.asarray(zero).flat[0]) * 0.7
     nearest = np.abs(target.numpy()[..., None] - offered).argmin(-1)
-    snapped = grid.snap(target)
+    snapped = grid.snap(target / grid.scale + grid.zero)
     assert np.array_equal(grid.codes(snapped).numpy(), nearest)
-    assert torch.equal(grid.code_values(grid.codes(snapped)), snapped)
+    assert torch.equal(grid.of_codes(grid.codes(snapped)), snapped)
+    assert np.allclose(grid.dense(grid.codes(snapped)).numpy(), offered[nearest])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -197,9 +197,8 @@ def test_descent_never_raises_a_rows_error_and_ends_where_it_stays(dtype):
     """Row by row, in the metric that it is given; rows are problems of their own, so their order means nothing."""
     weight, curvature = weight_of(9, 150).double(), Curvature(torch.from_numpy(correlated(150)[1]))
     metric, slack = curvature.damped_LII, 1e-9 if dtype == torch.float64 else 1e-5
-    book = torch.tensor([-1.5, -0.5, 0.5, 1.5]).double()
-    grid = Grid(book, torch.full((9, 150), 0.8).double(), first=-1.5)
-    given = Grid(grid.values.to(dtype), grid.scale.to(dtype), first=-1.5)
+    grid = Grid(torch.arange(4).double(), torch.full((9, 150), 0.8).double(), 1.5, counts=True)
+    given = Grid(grid.values.to(dtype), grid.scale.to(dtype), 1.5, counts=True)
 
     def error_of(codes):
         left = weight - grid.dense(codes)

@@ -87,14 +87,18 @@ class _Root(NamedTuple):
             return rows / self.factor
         return torch.linalg.solve_triangular(self.factor, rows.to(self.factor.dtype), upper=False, left=False)
 
-    def beyond(self, columns: Tensor | None = None) -> Tensor:
-        """Return the metric [n, n] of a whole root, float32; all but nothing of it in the span of columns [n, r]."""
-        left, lift = self.factor, 0.0
-        if columns is not None:
-            spanned = torch.linalg.qr(left.T @ columns.to(left.dtype)).Q
-            lift = float(left.diagonal().square().mean()) * SPAN_FLOOR
-            left = left - left @ spanned @ spanned.T
-        return (left @ left.T).float() + lift * torch.eye(len(left), device=left.device)
+    def whole(self) -> Tensor:
+        """Return the metric [n, n] of a whole root, float32."""
+        return (self.factor @ self.factor.T).float()
+
+    def beyond(self, whole: Tensor, columns: Tensor | None = None) -> Tensor:
+        """Return the `whole` metric without all but nothing of what it has in the span of columns [n, r]."""
+        if columns is None:
+            return whole
+        spanned = self.factor @ torch.linalg.qr(self.factor.T @ columns.to(self.factor.dtype)).Q
+        left = whole.addmm(spanned.float(), spanned.float().T, alpha=-1)
+        left.diagonal().add_(float(self.factor.diagonal().square().mean()) * SPAN_FLOOR)
+        return left
 
 
 class Metric(NamedTuple):
@@ -239,15 +243,15 @@ class _Solver(NamedTuple):
             return found
         assert self.curvature is not None
         vars(self.curvature).pop("inverse_root_LII", None)  # no start follows
-        aim = self._stacked(weights_OI)
+        aim, wholes = self._stacked(weights_OI), [metric.outputs.whole() for metric in metrics]
         for rounds in [1] * TWO_SIDED_ROUNDS if rank else [TWO_SIDED_ROUNDS]:  # the adapter follows after every round
             spanned = [
                 metric.correction(weight - now.dense(self.spec), rank)[0].b_OR if rank else None
                 for metric, weight, now in zip(metrics, weights_OI, found, strict=True)
             ]
-            outputs = [metric.outputs.beyond(columns) for metric, columns in zip(metrics, spanned, strict=True)]
+            outputs = [m.outputs.beyond(g, some) for m, g, some in zip(metrics, wholes, spanned, strict=True)]
             start = QuantizedWeight.joined(found).to(aim.device)
-            stacked = torch.stack(outputs).to(aim.device)
+            stacked = (torch.stack(outputs) if len(outputs) > 1 else outputs[0][None]).to(aim.device)
             fitted = initialize.refine_rows(aim, self.spec, start, self.curvature, stacked, rounds)
             found = fitted.to(weights_OI[0].device).split(len(found))
         return found
