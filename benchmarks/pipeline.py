@@ -117,13 +117,10 @@ def operations(shape: Shape, solvers: int) -> dict[str, int]:
     # Calibration in order: two streams through every block once more at each of its four stages; two moments a layer.
     streams = shape.forward(calibrated, 2 * 3, logits=False)
     moments = 4 * calibrated * shape.layers * (5 * shape.hidden**2 + wide**2 + shape.mlp**2)
-    # Recover: blocks forward, once more in the backward pass, gradients of activations; and here, of all weights for
-    # their scales, and the frozen head's logits and gradients.
-    scales_and_head = 2 * trained * (shape.weights + 2 * shape.vocab * shape.hidden)
     return {
         "cache": shape.forward(cached),
         "quantize": fisher + streams + moments + solvers,
-        "recover": shape.forward(trained, 3, logits=False) + scales_and_head,
+        "recover": shape.forward(trained, 3),  # weights and head are frozen: gradients of activations alone
         "eval": shape.forward(scored, 2),
     }
 

@@ -110,10 +110,13 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool,
         return was.complete
     refuse_inputs(out, inputs, names)
     if differing == "command" or not overwrite:
-        there, here = (_short(of.get(str(differing))) for of in (was.settings, settings))
+        there, here = (of.get(str(differing)) for of in (was.settings, settings))
+        while isinstance(there, dict) and isinstance(here, dict):
+            inner = next(name for name in sorted({*there, *here}) if there.get(name) != here.get(name))
+            differing, there, here = f"{differing}.{inner}", there.get(inner), here.get(inner)
         limit = " (--overwrite removes runs of the same command only)"
         remedy = f"choose another --out{limit if differing == 'command' else ', or --overwrite to start again'}"
-        raise OutputExistsError(f"--out {out}: holds another run: {differing} was {there}, now {here}; {remedy}")
+        raise OutputExistsError(f"--out {out}: holds another run: {differing} was {_short(there)}, now {_short(here)}; {remedy}")
     # First: a kill in here leaves no run that looks whole.
     files.replace_own(mark, _text({"command": command}, False, {}))
     _remove(out, names)

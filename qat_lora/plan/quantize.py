@@ -126,9 +126,9 @@ def layer_work(
     levels = 0 if spec.sharing == "lowrank" else 2 if spec.step_bits else 1  # K-quants: steps, their scales
     # Products with H: sweeps, refits and the slope after each, and at the start; a two-sided round weighs its change.
     alone = turns + rounds * (SWEEPS + 2 * levels) + (turns + (turns > 1) if descends else 0)
-    paired = both * (SWEEPS + 2 * levels + 2)
+    paired = both * (1 + 2 * levels + 2)
     size = SUPER if spec.step_bits else spec.group_size if spec.sharing == "group" and spec.group_size else BLOCK
-    weights, sweeps, refits = rows * columns, (rounds + both) * SWEEPS, (rounds + both) * levels
+    weights, sweeps, refits = rows * columns, rounds * SWEEPS + both, (rounds + both) * levels
     products = 2 * weights * (columns * (alone + paired) + int(rows * both * (1 + 1 / GROUPS)))
     block, clips = size * turns + BLOCK * sweeps, CLIP_GRID * turns * (1 + spec.signed)
     factors = (spec.rank or 0) * ((spec.rank or 0) + 1) * 2 * LOW_RANK_SWEEPS * turns  # the Gram matrices of both
@@ -138,5 +138,5 @@ def layer_work(
     passes += 3 * (alone + paired - turns - sweeps - refits) + column_passes * block + 2 * clips
     # A group of rows reads all of H for each product, and all rows' errors for its targets.
     moments = columns**2 * (alone + GROUPS * paired) + GROUPS * weights * both
-    waiting = columns * (turns + SWEEPS * (rounds + GROUPS * both))
+    waiting = columns * (turns + SWEEPS * rounds + GROUPS * both)
     return SolverWork(products + within, int(4 * (weights * passes + moments)), waiting)

@@ -36,7 +36,7 @@ def test_new_then_resumed_then_complete(tmp_path):
     [
         ("quantize", {}, 'command was "recover", now "quantize"'),
         ("recover", {"seed": 2}, "seed was 1, now 2"),
-        ("recover", {"nested": {"lr": 0.2, "list": (1, 2)}}, "nested was "),
+        ("recover", {"nested": {"lr": 0.2, "list": (1, 2)}}, "nested.lr was 0.1, now 0.2"),
         ("recover", {"none": 0}, "none was null, now 0"),
         ("recover", {"more": 5}, "more was null, now 5"),
     ],
