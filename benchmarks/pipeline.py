@@ -120,7 +120,9 @@ def operations(shape: Shape, solvers: int) -> dict[str, int]:
     return {
         "cache": shape.forward(cached),
         "quantize": fisher + streams + moments + solvers,
-        "recover": shape.forward(trained, 3),  # weights and head are frozen: gradients of activations alone
+        # Layers: forward, once more in the backward pass, gradients of activations, and those of the weights, which are
+        # frozen but whose scales' gradients are sums of them. The frozen head: logits once, gradients of activations.
+        "recover": shape.forward(trained, 4, logits=False) + 4 * trained * shape.vocab * shape.hidden,
         "eval": shape.forward(scored, 2),
     }
 
