@@ -116,7 +116,9 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool,
             differing, there, here = f"{differing}.{inner}", there.get(inner), here.get(inner)
         limit = " (--overwrite removes runs of the same command only)"
         remedy = f"choose another --out{limit if differing == 'command' else ', or --overwrite to start again'}"
-        raise OutputExistsError(f"--out {out}: holds another run: {differing} was {_short(there)}, now {_short(here)}; {remedy}")
+        raise OutputExistsError(
+            f"--out {out}: holds another run: {differing} was {_short(there)}, now {_short(here)}; {remedy}"
+        )
     # First: a kill in here leaves no run that looks whole.
     files.replace_own(mark, _text({"command": command}, False, {}))
     _remove(out, names)

@@ -16,7 +16,7 @@ from qat_lora.plan.devices import Device, likely
 from qat_lora.plan.memory import GIB, meta_model
 from qat_lora.plan.training import device_of
 from qat_lora.quant.gptq import BLOCK
-from qat_lora.quant.initialize import COMPENSATED, GROUPS, ROUNDS, SWEEPS, TWO_SIDED_ROUNDS
+from qat_lora.quant.initialize import COMPENSATED, GROUPS, ROUNDS, TWO_SIDED_ROUNDS
 from qat_lora.quant.presets import preset
 from qat_lora.quant.scales import CLIP_GRID
 from qat_lora.quant.scales import SWEEPS as LOW_RANK_SWEEPS
@@ -125,10 +125,10 @@ def layer_work(
     both = TWO_SIDED_ROUNDS if descends and coupled and spec.sharing != "tensor" else 0
     levels = 0 if spec.sharing == "lowrank" else 2 if spec.step_bits else 1  # K-quants: steps, their scales
     # Products with H: sweeps, refits and the slope after each, and at the start; a two-sided round weighs its change.
-    alone = turns + rounds * (SWEEPS + 2 * levels) + (turns + (turns > 1) if descends else 0)
-    paired = both * (1 + 2 * levels + 2)
+    alone = turns + rounds * (1 + 2 * levels) + (turns + (turns > 1) if descends else 0)
+    paired = both * (3 + 2 * levels)
     size = SUPER if spec.step_bits else spec.group_size if spec.sharing == "group" and spec.group_size else BLOCK
-    weights, sweeps, refits = rows * columns, rounds * SWEEPS + both, (rounds + both) * levels
+    weights, sweeps, refits = rows * columns, rounds + both, (rounds + both) * levels
     products = 2 * weights * (columns * (alone + paired) + int(rows * both * (1 + 1 / GROUPS)))
     block, clips = size * turns + BLOCK * sweeps, CLIP_GRID * turns * (1 + spec.signed)
     factors = (spec.rank or 0) * ((spec.rank or 0) + 1) * 2 * LOW_RANK_SWEEPS * turns  # the Gram matrices of both
@@ -138,5 +138,5 @@ def layer_work(
     passes += 3 * (alone + paired - turns - sweeps - refits) + column_passes * block + 2 * clips
     # A group of rows reads all of H for each product, and all rows' errors for its targets.
     moments = columns**2 * (alone + GROUPS * paired) + GROUPS * weights * both
-    waiting = columns * (turns + SWEEPS * rounds + GROUPS * both)
+    waiting = columns * (turns + rounds + GROUPS * both)
     return SolverWork(products + within, int(4 * (weights * passes + moments)), waiting)

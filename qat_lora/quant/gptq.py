@@ -25,7 +25,7 @@ from torch import Tensor
 from qat_lora.quant.codes import decode, encode
 from qat_lora.quant.scales import TINY, stored
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.runtime.loop import Number, Tensors, factorised, loop, part, rest, unchanged, whole_parts
+from qat_lora.runtime.loop import Number, Tensors, factorised, loop, part, rest, whole_parts
 
 DAMPING = 0.01  # added to the second moment's diagonal, as a share of its mean: GPTQ's own default
 GRAM = 2**21  # numbers of the matrices of scales' equations that a host holds at a time
@@ -214,11 +214,11 @@ def slope_of(weight_RI: Tensor, dense_RI: Tensor, damped_LII: Tensor) -> Tensor:
     return _products((weight_RI - dense_RI).T, damped_LII)
 
 
-def descend(slope_RI: Tensor, damped_LII: Tensor, grid: Grid, codes_RI: Tensor, sweeps: int) -> tuple[Tensor, Tensor]:
-    """Return codes after sweeps of coordinate descent, and the slope there.
+def descend(slope_RI: Tensor, damped_LII: Tensor, grid: Grid, codes_RI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes after a sweep of coordinate descent, and the slope there.
 
-    The output error falls or stays with every column, and a sweep that changes nothing is the last. `slope_RI` is
-    `slope_of` the weights and these codes; all tensors but the codes are of one type.
+    The output error falls or stays with every column. `slope_RI` is `slope_of` the weights and these codes; all tensors
+    but the codes are of one type.
     """
     layers, columns = damped_LII.shape[:2]
 
@@ -241,15 +241,10 @@ def descend(slope_RI: Tensor, damped_LII: Tensor, grid: Grid, codes_RI: Tensor, 
         return [slope_RI], [block.codes(found_CLO.flatten(1))]
 
     pull_LI = whole_parts(damped_LII.diagonal(dim1=1, dim2=2).reciprocal(), BLOCK, 1)
-    whole_LII, whole = whole_parts(damped_LII, BLOCK, 1, 2), grid.whole(BLOCK)
-    codes, slope = whole_parts(codes_RI, BLOCK, 1), whole_parts(slope_RI, BLOCK, 1).clone()
-    for _ in range(sweeps):
-        constants, before = [whole_LII, pull_LI, codes, *whole.parts()], codes
-        (slope,), (codes_IR,) = loop(turn_block, -(-columns // BLOCK), [slope], constants=constants)
-        codes = codes_IR.T.contiguous()
-        if unchanged(codes, before):
-            break
-    return codes[:, :columns], slope[:, :columns]
+    constants = [whole_parts(damped_LII, BLOCK, 1, 2), pull_LI, whole_parts(codes_RI, BLOCK, 1)]
+    constants, start_RI = [*constants, *grid.whole(BLOCK).parts()], whole_parts(slope_RI, BLOCK, 1).clone()
+    (slope,), (codes_IR,) = loop(turn_block, -(-columns // BLOCK), [start_RI], constants=constants)
+    return codes_IR[:columns].T.contiguous(), slope[:, :columns]
 
 
 def refit_scales(

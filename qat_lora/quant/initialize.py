@@ -45,7 +45,7 @@ COMPENSATED = ("gptq", "descent")
 NEED_TEXT = ("awq", *COMPENSATED)
 LARGEST = 32_000.0  # weight whose scale fits float16 with every code book and scale search
 PART = 2**22  # weights that a host solves for at a time: what a layer takes beside its curvature is some times as much
-ROUNDS, SWEEPS = 3, 2  # of scale refits, and of descent after each
+ROUNDS = 4  # of scale refits and a sweep of descent
 
 
 class QuantizedWeight(NamedTuple):
@@ -139,17 +139,12 @@ def quantize_weight(
 
 
 def refine(
-    weight_RI: Tensor,
-    spec: QuantSpec,
-    start: QuantizedWeight,
-    curvature: Curvature,
-    rounds: int = ROUNDS,
-    sweeps: int = SWEEPS,
+    weight_RI: Tensor, spec: QuantSpec, start: QuantizedWeight, curvature: Curvature, rounds: int = ROUNDS
 ) -> QuantizedWeight:
     """Return a start after rounds of refitted scales and descent; output errors never rise, low-rank scales stay."""
     if (parts := _parts(weight_RI, spec, curvature)) > 1:
         pairs = zip(weight_RI.chunk(parts), start.split(parts), strict=True)
-        return QuantizedWeight.joined([refine(weight, spec, own, curvature, rounds, sweeps) for weight, own in pairs])
+        return QuantizedWeight.joined([refine(weight, spec, own, curvature, rounds) for weight, own in pairs])
     weight, moment, now = weight_RI.float(), curvature.damped_LII.float(), start
     grid = now.grid(spec, torch.float32)
     slope = slope_of(weight, grid.dense(now.codes_OI), moment)
@@ -159,7 +154,7 @@ def refine(
             now = _refitted(now, spec, level, slope, moment)
             grid = now.grid(spec, torch.float32)
             slope = slope_of(weight, grid.dense(now.codes_OI), moment)
-        codes, slope = descend(slope, moment, grid, now.codes_OI, sweeps)
+        codes, slope = descend(slope, moment, grid, now.codes_OI)
         now = now._replace(codes_OI=codes)
     return now
 
@@ -249,7 +244,7 @@ def _compensated(weight_RI: Tensor, spec: QuantSpec, curvature: Curvature) -> Qu
 
 
 GROUPS = 8  # of rows that move together: with 4, more of their steps are refused; 32 gain no more
-TWO_SIDED_ROUNDS = 10  # over all rows, of one sweep: 6 of two take as long and gain a twelfth less
+TWO_SIDED_ROUNDS = 10  # over all rows
 
 
 def refine_rows(
@@ -287,7 +282,7 @@ def _moved(
     before = now.changed(lambda x: x.unflatten(0, (layers, -1)).index_select(1, group).flatten(0, 1), fixed=fixed)
     dense = before.dense(spec)
     towards_LGI = pull_LGI / own_LGG.diagonal(dim1=1, dim2=2)[..., None]
-    after = refine(dense + towards_LGI.flatten(0, 1), spec, before, curvature, 1, 1)
+    after = refine(dense + towards_LGI.flatten(0, 1), spec, before, curvature, 1)
     change_LGI = (after.dense(spec) - dense).unflatten(0, (layers, -1))
     raised_L = ((own_LGG @ change_LGI - 2 * pull_LGI) * (change_LGI @ curvature.damped_LII.float())).sum((1, 2))
     falls_L11 = (raised_L < 0)[:, None, None]

@@ -72,11 +72,6 @@ def rows_at_a_time(x: Tensor, numbers: int = PIECE) -> int:
     return len(x) if x.device.type != "cpu" else max(1, numbers // x[0].numel())
 
 
-def unchanged(now: Tensor, before: Tensor) -> bool:
-    """Return True if two tensors are known to be equal; nothing is read where that would end a graph."""
-    return not is_xla_device(now) and torch.equal(now, before)
-
-
 def factorised(solve: Callable[..., Tensor], *given: Tensor) -> Tensor:
     """Return what a function of dense linear algebra makes of tensors, computed on the host for XLA's."""
     if not is_xla_device(given[0]):

@@ -203,7 +203,6 @@ def test_outputs_that_are_known_whole_are_descended_in(joint_rank, monkeypatch):
 @pytest.mark.parametrize("joint_rank", [0, 4])
 def test_the_dry_runs_columns_are_those_that_are_solved(joint_rank, coupled, monkeypatch):
     seen, snap = [], gptq.Grid.snap
-    monkeypatch.setattr(gptq, "unchanged", lambda *_: False)  # no sweep is left out
     monkeypatch.setattr(gptq.Grid, "snap", lambda *given: (seen.append(1), snap(*given))[1])
     weight = torch.randn(40, 48, generator=torch.Generator().manual_seed(0))
     outputs = torch.from_numpy(moment_of(40, 2)) if coupled else None
