@@ -145,18 +145,25 @@ def refine(
     if (parts := _parts(weight_RI, spec, curvature)) > 1:
         pairs = zip(weight_RI.chunk(parts), start.split(parts), strict=True)
         return QuantizedWeight.joined([refine(weight, spec, own, curvature, rounds) for weight, own in pairs])
-    weight, moment, now = weight_RI.float(), curvature.damped_LII.float(), start
+    moment = curvature.damped_LII.float()
+    slope = slope_of(weight_RI.float(), start.grid(spec, torch.float32).dense(start.codes_OI), moment)
+    return _refined(start, slope, spec, moment, rounds)[0]
+
+
+def _refined(
+    now: QuantizedWeight, slope_RI: Tensor, spec: QuantSpec, moment: Tensor, rounds: int
+) -> tuple[QuantizedWeight, Tensor]:
+    """Return a weight after rounds, and the slope there, from `slope_of` what it shall be."""
     grid = now.grid(spec, torch.float32)
-    slope = slope_of(weight, grid.dense(now.codes_OI), moment)
     levels = () if spec.sharing == "lowrank" else ("scales", "whole") if spec.step_bits else ("scales",)
     for _ in range(rounds):
         for level in levels:
-            now = _refitted(now, spec, level, slope, moment)
+            before, now = grid.dense(now.codes_OI), _refitted(now, spec, level, slope_RI, moment)
             grid = now.grid(spec, torch.float32)
-            slope = slope_of(weight, grid.dense(now.codes_OI), moment)
-        codes, slope = descend(slope, moment, grid, now.codes_OI)
+            slope_RI = slope_RI + slope_of(before, grid.dense(now.codes_OI), moment)
+        codes, slope_RI = descend(slope_RI, moment, grid, now.codes_OI)
         now = now._replace(codes_OI=codes)
-    return now
+    return now, slope_RI
 
 
 def _parts(weight_RI: Tensor, spec: QuantSpec, curvature: Curvature) -> int:
@@ -248,12 +255,7 @@ TWO_SIDED_ROUNDS = 10  # over all rows
 
 
 def refine_rows(
-    weight_RI: Tensor,
-    spec: QuantSpec,
-    start: QuantizedWeight,
-    curvature: Curvature,
-    outputs_LOO: Tensor,
-    rounds: int = TWO_SIDED_ROUNDS,
+    weight_RI: Tensor, spec: QuantSpec, start: QuantizedWeight, curvature: Curvature, outputs_LOO: Tensor, rounds: int
 ) -> QuantizedWeight:
     """Return a start after rounds of two-sided descent; tr(G E H Eᵀ) never rises in any layer.
 
@@ -263,33 +265,36 @@ def refine_rows(
     if spec.sharing == "tensor":
         return start
     layers, rows = outputs_LOO.shape[:2]
-    weight_LOI, now = weight_RI.float().unflatten(0, (layers, -1)), start
-    error_LOI = weight_LOI - now.dense(spec).unflatten(0, (layers, -1))
+    now, moment = start, curvature.damped_LII.float()
+    slope_LOI = slope_of(weight_RI.float(), start.dense(spec), moment).unflatten(0, (layers, -1))
     # Numbers of rows are data, so that all groups are one program where programs are compiled.
-    groups = [torch.arange(first, rows, GROUPS).to(error_LOI.device) for first in range(min(GROUPS, rows))]
+    groups = [torch.arange(first, rows, GROUPS).to(slope_LOI.device) for first in range(min(GROUPS, rows))]
     for group in groups * rounds:
-        now, error_LOI = _moved(now, error_LOI, group, spec, curvature, outputs_LOO)
+        now, slope_LOI = _moved(now, slope_LOI, group, spec, moment, outputs_LOO)
     return now
 
 
 def _moved(
-    now: QuantizedWeight, error_LOI: Tensor, group: Tensor, spec: QuantSpec, curvature: Curvature, outputs_LOO: Tensor
+    now: QuantizedWeight, slope_LOI: Tensor, group: Tensor, spec: QuantSpec, moment_LII: Tensor, outputs_LOO: Tensor
 ) -> tuple[QuantizedWeight, Tensor]:
-    """Return weights and their errors after a step of one group of rows; in layers whose cost would rise, as given."""
-    layers, coupling_LGO = len(error_LOI), outputs_LOO.index_select(1, group)
-    own_LGG, pull_LGI = coupling_LGO.index_select(2, group), coupling_LGO @ error_LOI
+    """Return weights and their slopes E H after a step of one group of rows; where a layer's cost would rise, as given.
+
+    Products are what a step costs. G E H gives its rows' slopes, and what the slopes change by is the step times H.
+    """
+    layers, coupling_LGO = len(slope_LOI), outputs_LOO.index_select(1, group)
+    own_LGG, pull_LGI = coupling_LGO.index_select(2, group), coupling_LGO @ slope_LOI
     fixed = int(spec.sharing == "lowrank")  # whose second factor has no rows of these
     before = now.changed(lambda x: x.unflatten(0, (layers, -1)).index_select(1, group).flatten(0, 1), fixed=fixed)
-    dense = before.dense(spec)
-    towards_LGI = pull_LGI / own_LGG.diagonal(dim1=1, dim2=2)[..., None]
-    after = refine(dense + towards_LGI.flatten(0, 1), spec, before, curvature, 1)
-    change_LGI = (after.dense(spec) - dense).unflatten(0, (layers, -1))
-    raised_L = ((own_LGG @ change_LGI - 2 * pull_LGI) * (change_LGI @ curvature.damped_LII.float())).sum((1, 2))
+    start_LGI = pull_LGI / own_LGG.diagonal(dim1=1, dim2=2)[..., None]
+    after, end = _refined(before, start_LGI.flatten(0, 1), spec, moment_LII, 1)
+    change_LGI = (after.dense(spec) - before.dense(spec)).unflatten(0, (layers, -1))
+    fall_LGI = start_LGI - end.unflatten(0, (layers, -1))
+    raised_L = ((own_LGG @ change_LGI) * fall_LGI - 2 * pull_LGI * change_LGI).sum((1, 2))
     falls_L11 = (raised_L < 0)[:, None, None]
 
     def put(x: Tensor, *ways: Tensor) -> Tensor:
         new, old = (part.unflatten(0, (layers, -1)) for part in ways)
         return x.unflatten(0, (layers, -1)).index_copy(1, group, torch.where(falls_L11, new, old)).flatten(0, 1)
 
-    left_LOI = error_LOI.index_add(1, group, torch.where(falls_L11, -change_LGI, 0.0))
+    left_LOI = slope_LOI.index_add(1, group, torch.where(falls_L11, -fall_LGI, 0.0))
     return now.changed(put, after, before, fixed=fixed), left_LOI

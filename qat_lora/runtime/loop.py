@@ -37,8 +37,7 @@ def loop(
         last, stacks = scan(lambda now, each, given: body(each[0], now, each[1:], given), carry, inputs, constants)
         return last, [stack.flatten(0, 1) for stack in stacks]
     now, outputs = list(carry), []
-    slices = zip(*(x.unbind() for x in inputs), strict=True) if inputs else [()] * rounds
-    for number, each in enumerate(slices):
+    for number, each in enumerate(zip(*(x.unbind() for x in inputs), strict=True) if inputs else [()] * rounds):
         now, made = body(number, now, list(each), list(constants))
         outputs.append(made)
     return now, [torch.cat(made) for made in zip(*outputs, strict=True)]

@@ -29,6 +29,7 @@ from qat_lora.quant.spec import QuantSpec
 
 TURNS = 3  # of codes and adapter; the fourth changed the objective by less than 1 %
 TURN_ROUNDS = 1  # of descent in a turn; only the turn that is kept is descended to the end
+FOLLOWED = 2  # two-sided rounds after which the adapter follows
 OVERSAMPLED, ITERATIONS = 32, 4  # extra columns, and passes, of the subspace iteration that replaces large SVDs
 INPUT_FLOOR = 1e-4  # of the mean eigenvalue: inputs that calibration never saw must not get infinite weight
 OUTPUT_FLOOR = 1e-1  # the same for outputs, whose gradients are noisier
@@ -91,10 +92,8 @@ class _Root(NamedTuple):
         """Return the metric [n, n] of a whole root, float32."""
         return (self.factor @ self.factor.T).float()
 
-    def beyond(self, whole: Tensor, columns: Tensor | None = None) -> Tensor:
+    def beyond(self, whole: Tensor, columns: Tensor) -> Tensor:
         """Return the `whole` metric without all but nothing of what it has in the span of columns [n, r]."""
-        if columns is None:
-            return whole
         spanned = self.factor @ torch.linalg.qr(self.factor.T @ columns.to(self.factor.dtype)).Q
         left = whole.addmm(spanned.float(), spanned.float().T, alpha=-1)
         left.diagonal().add_(float(self.factor.diagonal().square().mean()) * SPAN_FLOOR)
@@ -244,12 +243,11 @@ class _Solver(NamedTuple):
         assert self.curvature is not None
         vars(self.curvature).pop("inverse_root_LII", None)  # no start follows
         aim, wholes = self._stacked(weights_OI), [metric.outputs.whole() for metric in metrics]
-        for rounds in [1] * TWO_SIDED_ROUNDS if rank else [TWO_SIDED_ROUNDS]:  # the adapter follows after every round
-            spanned = [
-                metric.correction(weight - now.dense(self.spec), rank)[0].b_OR if rank else None
-                for metric, weight, now in zip(metrics, weights_OI, found, strict=True)
+        for rounds in [FOLLOWED] * (TWO_SIDED_ROUNDS // FOLLOWED) if rank else [TWO_SIDED_ROUNDS]:
+            outputs = [
+                metric.outputs.beyond(g, metric.correction(weight - now.dense(self.spec), rank)[0].b_OR) if rank else g
+                for metric, g, weight, now in zip(metrics, wholes, weights_OI, found, strict=True)
             ]
-            outputs = [m.outputs.beyond(g, some) for m, g, some in zip(metrics, wholes, spanned, strict=True)]
             start = QuantizedWeight.joined(found).to(aim.device)
             stacked = (torch.stack(outputs) if len(outputs) > 1 else outputs[0][None]).to(aim.device)
             fitted = initialize.refine_rows(aim, self.spec, start, self.curvature, stacked, rounds)
