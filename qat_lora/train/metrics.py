@@ -125,6 +125,7 @@ class MetricsLog:
     def add(self, step: int, lr: float, means: Sums) -> None:
         """Note the values of an optimizer step, which stay on the device until `flush`."""
         self._pending.append((step, lr, means))
+        self._bar.update()  # as steps are dispatched: a CPU may take minutes for one
 
     def flush(self, runtime: Runtime) -> None:
         """Write the noted steps by the runtime's deferred callback, up to a NaN or infinity, a DivergedError."""
@@ -167,7 +168,6 @@ class MetricsLog:
             losses = [f"{name.removeprefix('loss_')} {lines[-1][name]:.4f}" for name in shown]
             used = f"{peak_memory_bytes(self._device) / 2**30:.1f} GiB"
             self._bar.set_postfix_str(", ".join([*losses, f"{rate:,.0f} tokens/s", f"{samples:,.1f} samples/s", used]))
-            self._bar.update(len(lines))
 
     def pause(self) -> None:
         """Exclude the time until now, spent on compiling, saving or evaluating, from the next tokens/s."""
