@@ -9,7 +9,7 @@ import torch
 from qat_lora.errors import ModelError
 from qat_lora.layers import convert
 from qat_lora.layers.calibrate.fisher import fisher_bytes, kept_shape
-from qat_lora.layers.calibrate.fit import TURN_ROUNDS, TURNS
+from qat_lora.layers.calibrate.fit import FOLLOWED, TURN_ROUNDS, TURNS
 from qat_lora.models.load import cast
 from qat_lora.options import QuantizeOptions
 from qat_lora.plan.devices import Device, likely
@@ -124,9 +124,9 @@ def layer_work(
     rounds = (ROUNDS if turns == 1 else turns * TURN_ROUNDS + ROUNDS - TURN_ROUNDS) if descends else 0
     both = TWO_SIDED_ROUNDS if descends and coupled and spec.sharing != "tensor" else 0
     levels = 0 if spec.sharing == "lowrank" else 2 if spec.step_bits else 1  # K-quants: steps, their scales
-    # Products with H: sweeps, refits and the slope after each, and at the start; a two-sided round weighs its change.
+    # Products with H: sweeps, refits and the slope after each, and at the start, or where an adapter has followed.
     alone = turns + rounds * (1 + 2 * levels) + (turns + (turns > 1) if descends else 0)
-    paired = both * (3 + 2 * levels)
+    paired = both * (1 + 2 * levels) + both // FOLLOWED
     size = SUPER if spec.step_bits else spec.group_size if spec.sharing == "group" and spec.group_size else BLOCK
     weights, sweeps, refits = rows * columns, rounds + both, (rounds + both) * levels
     products = 2 * weights * (columns * (alone + paired) + int(rows * both * (1 + 1 / GROUPS)))
