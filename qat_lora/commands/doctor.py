@@ -141,18 +141,16 @@ def _check_device(found: Found, nvidia_driver: bool, needs: Requirements | None 
     if nvidia_driver and not found.cuda_devices:
         fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES; install a CUDA build of torch"
         findings.append(Finding("cuda", "problem", "an NVIDIA driver is here, but torch sees no GPU", fix))
-    try:
-        choice = choose("auto", False, found)
-        taken = f"XLA on {choice.backend}" if choice.kind == "xla" else choice.kind
-        findings.append(Finding("device", "ok", f"--device auto takes {taken}; found: {found}"))
-    except QatLoraError as error:
-        findings.append(Finding("device", "problem", f"found: {found}", str(error)))
-    if needs is not None and needs.device != "auto":
+    asked = {"auto": f"found: {found}"}
+    if needs is not None:
+        asked.setdefault(needs.device, f"{needs.what} asks for --device {needs.device}")
+    for device, what in asked.items():
         try:
-            choose(needs.device, False, found)
+            choice = choose(device, False, found)
+            taken = f"XLA on {choice.backend}" if choice.kind == "xla" else choice.kind
+            findings.append(Finding("device", "ok", f"--device {device} takes {taken}; found: {found}"))
         except QatLoraError as error:
-            asked = f"{needs.what} asks for --device {needs.device}"
-            findings.append(Finding("device", "problem", asked, str(error)))
+            findings.append(Finding("device", "problem", what, str(error)))
     return findings
 
 

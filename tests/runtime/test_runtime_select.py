@@ -127,7 +127,7 @@ def test_look_reads_the_environment():
 
 @pytest.fixture
 def clean_environment(monkeypatch):
-    for name in ("PJRT_DEVICE", "USE_TORCH_XLA", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("PJRT_DEVICE", "USE_TORCH_XLA", "THP_MEM_ALLOC_ENABLE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # so that monkeypatch takes away what the code sets
         monkeypatch.delenv(name)
     return monkeypatch
@@ -138,6 +138,7 @@ def test_select_makes_the_runtime_and_writes_the_choice_to_the_environment(clean
     runtime = select_runtime("auto")
     assert isinstance(runtime, NativeRuntime) and runtime.device.type == "cpu"
     assert (os.environ["USE_TORCH_XLA"], os.environ.get("PJRT_DEVICE")) == ("0", None)
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"  # which torch reads as it makes its first tensor
     runtime = select_runtime("xla")
     assert isinstance(runtime, XlaRuntime)
     assert os.environ["PJRT_DEVICE"] == "CPU"
