@@ -127,7 +127,8 @@ def test_look_reads_the_environment():
 
 @pytest.fixture
 def clean_environment(monkeypatch):
-    for name in ("PJRT_DEVICE", "USE_TORCH_XLA", "THP_MEM_ALLOC_ENABLE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    group = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for name in ("PJRT_DEVICE", "USE_TORCH_XLA", "THP_MEM_ALLOC_ENABLE", *group):
         monkeypatch.setenv(name, "")  # so that monkeypatch takes away what the code sets
         monkeypatch.delenv(name)
     return monkeypatch

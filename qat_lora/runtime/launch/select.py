@@ -292,8 +292,8 @@ def make_runtime(device: DeviceChoice, chips: ChipsConfig | None = None) -> Runt
     """Make the runtime of a chosen device; call it before anything imports transformers.
 
     That imports torch_xla wherever it is installed, which takes seconds, prints a warning and settles PJRT_DEVICE. So
-    the choice is written to the environment: PJRT_DEVICE for an XLA run, USE_TORCH_XLA=0 for every other. On Linux large
-    tensors get pages of 2 MB, if no tensor came before: in those of 4 kB a host's step is for a quarter page faults.
+    the choice is written to the environment: PJRT_DEVICE for an XLA run, USE_TORCH_XLA=0 for every other. Large
+    tensors get pages of 2 MB on Linux, if none came before: those of 4 kB cost a quarter of a host's step in faults.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     chips = chips or ChipsConfig()
