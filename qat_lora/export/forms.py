@@ -117,10 +117,7 @@ def adapter_bytes(engine: Engine, rows: int, columns: int, rank: int) -> int:
 
 
 def other_bytes(engine: Engine, module: Any, quantised: Names[str], itemsize: int) -> int:
-    """Return the bytes of all tensors but the weights of `quantised` layers, in exports with their default settings.
-
-    Tied tensors count once; `itemsize`: bytes of a number in the files of the full-precision `module`.
-    """
+    """Return the bytes of all tensors but weights of `quantised` layers, tied once, by the bytes of a number."""
     of_codes = {id(part.weight) for name, part in module.named_modules() if name in quantised}
     tables = {id(table.weight) for table in dense_tables(module).values()}
     total = 0

@@ -9,7 +9,7 @@ import torch
 from qat_lora.errors import ModelError
 from qat_lora.layers import convert
 from qat_lora.layers.calibrate.fisher import fisher_bytes, kept_shape
-from qat_lora.layers.calibrate.fit import FOLLOWED, TURN_ROUNDS, TURNS
+from qat_lora.layers.calibrate.fit import FOLLOWED, ITERATIONS, OVERSAMPLED, TURN_ROUNDS, TURNS
 from qat_lora.models.load import cast
 from qat_lora.options import QuantizeOptions
 from qat_lora.plan.devices import Device, likely
@@ -18,7 +18,7 @@ from qat_lora.plan.training import device_of
 from qat_lora.quant.gptq import BLOCK
 from qat_lora.quant.initialize import COMPENSATED, GROUPS, ROUNDS, TWO_SIDED_ROUNDS
 from qat_lora.quant.presets import preset
-from qat_lora.quant.scales import CLIP_GRID
+from qat_lora.quant.scales import CLIPS, FINER
 from qat_lora.quant.scales import SWEEPS as LOW_RANK_SWEEPS
 from qat_lora.quant.spec import SUPER, QuantSpec
 from qat_lora.registry import DryRun, Requirements
@@ -32,7 +32,7 @@ CLIP_OPERATIONS = 8  # to round a weight at one clip, and to weigh the error
 
 
 class SolverWork(NamedTuple):
-    """What solving for codes and scales takes, without calibration passes, factorisations and adapter starts."""
+    """What solving for codes, scales and the adapters beside them takes, without calibration and factorisations."""
 
     operations: int
     bytes: int  # to and from memory
@@ -130,7 +130,11 @@ def layer_work(
     size = SUPER if spec.step_bits else spec.group_size if spec.sharing == "group" and spec.group_size else BLOCK
     weights, sweeps, refits = rows * columns, rounds + both, (rounds + both) * levels
     products = 2 * weights * (columns * (alone + paired) + int(rows * both * (1 + 1 / GROUPS)))
-    block, clips = size * turns + BLOCK * sweeps, CLIP_GRID * turns * (1 + spec.signed)
+    # The best adapter for each turn, for what is descended to, every time that it follows, and at the end: an error
+    # between triangular roots, in four parts, and passes over it.
+    fitted = (turns + 2 + both // FOLLOWED) * (turns > 1)
+    products += 2 * weights * fitted * (5 * (rows + columns) // 8 + 2 * (ITERATIONS + 1) * OVERSAMPLED)
+    block, clips = size * turns + BLOCK * sweeps, turns * (CLIPS * (1 + spec.signed) + len(FINER))
     factors = (spec.rank or 0) * ((spec.rank or 0) + 1) * 2 * LOW_RANK_SWEEPS * turns  # the Gram matrices of both
     within = weights * (2 * block + CLIP_OPERATIONS * clips + factors)
     # A block's errors pass over the whole weight, which is read and written; a group's products are only read.

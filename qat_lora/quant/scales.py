@@ -26,8 +26,9 @@ Scales = tuple[Tensor, ...]
 LARGEST = 65504.0  # of float16
 TINY = 1e-6  # smallest scale: keeps W / S finite for rows of zeros, and is a float16 number
 # Candidate clips between 0.2 and 1 times absmax. Scales above absmax lower the weighted error (by 3 % at 4 bits, normal
-# weights, uneven importance) but not the KL of the model: 0.99 to 1.01 times as large on a saturated teacher.
-CLIP_GRID = 64
+# weights, uneven importance) but not the KL of the model: 0.99 to 1.01 times as large on a saturated teacher. Two passes
+# find what 64 clips do, to 0.3 % of the error.
+CLIPS, FINER = 17, (-0.5, -0.25, 0.25, 0.5)  # from 1 to 0.2; then around the best, in steps between those
 SWEEPS = 8  # of codes and low-rank factors
 
 
@@ -233,26 +234,27 @@ def _minimum_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> Ten
 
 
 def _cheapest(at: Callable[..., tuple[Tensors, Tensor]], given: Tensors, cost: Cost, signed: bool = False) -> Tensors:
-    """Return group by group the numbers [rows, G], among those of `CLIP_GRID` clips, whose errors cost least.
+    """Return group by group the numbers [rows, G] of the clip whose errors cost least, found in two passes.
 
     `at` gives the numbers and errors of a clip, 1 being the first, from what it is `given`; `signed` tries both signs.
     """
 
     def cheaper(_: object, carry: Tensors, slices: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
-        (least, *best), (importance, *given) = carry, constants
-        found, errors = at(slices[0], *given)
+        least, (centre, importance, *given) = carry[0], constants
+        clip = (centre + slices[0]).clamp(-1.0, 1.0)
+        found, errors = at(clip, *given)
         price = cost.of(errors, importance)
-        better = price < least
-        best = [torch.where(better, new, old) for new, old in zip(found, best, strict=True)]
-        return [torch.where(better, price, least), *best], []
+        return [torch.where(price < least, new, old) for new, old in zip([price, clip, *found], carry, strict=True)], []
 
     def search(prices: Tensor, *given: Tensor) -> Tensors:
         best, errors = at(1.0, *given)
         least = cost.of(errors, prices)
         least = least.masked_fill(least.isnan(), torch.inf)
-        clips = torch.linspace(1.0, 0.2, CLIP_GRID).to(least.dtype)
-        clips = torch.cat([clips[1:], -clips]) if signed else clips[1:]
-        return loop(cheaper, len(clips), [least, *best], [clips], [prices, *given])[0][1:]
+        clips = torch.linspace(1.0, 0.2, CLIPS).to(least.dtype)
+        finer = torch.tensor(FINER).to(least.dtype) * (clips[0] - clips[1])
+        clips, none = torch.cat([clips[1:], -clips]) if signed else clips[1:], torch.zeros_like(least)
+        found, _ = loop(cheaper, len(clips), [least, none + 1, *best], [clips], [none, prices, *given])
+        return loop(cheaper, len(finer), found, [finer], [found[1], prices, *given])[0][2:]
 
     if len(cost.given) != len(given[0]):  # which has no rows
         return search(cost.given, *given)

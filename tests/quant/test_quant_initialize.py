@@ -48,14 +48,18 @@ def wide_scales(result, spec, rows, columns):
 
 
 def clip_search(members, importance, book, full):
-    """Scale of every row: the best of 64 clips, as float16."""
+    """Scale of every row: the best of 17 clips or of four around it, a half and a quarter step away, as float16."""
     widest = np.abs(members).max(1) / full
-    best, chosen = np.full(len(members), np.inf), widest
-    for clip in np.linspace(1.0, 0.2, 64):
-        scale = np.maximum(widest * clip, 1e-6)
-        q = book[np.abs((members / scale[:, None])[..., None] - book).argmin(-1)] * scale[:, None]
-        error = ((q - members) ** 2 * importance).sum(1)
-        chosen, best = np.where(error < best, scale, chosen), np.minimum(error, best)
+
+    def best_of(clips_CN):
+        scales_CN = np.maximum(widest * clips_CN, 1e-6)[..., None]
+        values = book[np.abs((members / scales_CN)[..., None] - book).argmin(-1)] * scales_CN
+        errors_CN = ((values - members) ** 2 * importance).sum(-1)
+        return clips_CN[errors_CN.argmin(0), np.arange(len(members))]
+
+    coarse_CN = np.linspace(1.0, 0.2, 17)[:, None] + np.zeros(len(members))
+    fine_C1 = np.array([0, -0.025, -0.0125, 0.0125, 0.025])[:, None]
+    chosen = np.maximum(widest * best_of(np.minimum(best_of(coarse_CN) + fine_C1, 1.0)), 1e-6)
     return chosen.astype(np.float16).astype(np.float64)
 
 

@@ -78,9 +78,11 @@ class _Root(NamedTuple):
         return cls(torch.ones(size, dtype=torch.float64, device=like.device))
 
     def times(self, rows: Tensor) -> Tensor:
-        """Return X L for X [.., n]."""
-        factor = self.factor.to(rows.dtype)
-        return rows * factor if factor.dim() == 1 else rows @ factor
+        """Return X L for X [.., n], without most of the zeros above the diagonal."""
+        factor, size = self.factor.to(rows.dtype), -(-len(self.factor) // 4)
+        if factor.dim() == 1:
+            return rows * factor
+        return torch.cat([rows[..., i * size :] @ x[i * size :] for i, x in enumerate(factor.split(size, 1))], -1)
 
     def over(self, rows: Tensor) -> Tensor:
         """Return X L⁻¹ for X [.., n], of the root's type."""

@@ -5,7 +5,7 @@
 
 The C library of Linux takes blocks of up to 32 MB from one heap and keeps what is freed below anything that stays
 alive, so the heap grows to several times what is in use. `give_back`, called after every layer or window of text,
-returns those pages; `large_tensors_apart`, while a model is quantised, gives all above a megabyte pages of their own.
+returns those pages; `large_tensors_apart`, while a model is quantised, gives all from 2 MB on pages of their own.
 """
 
 import ctypes
@@ -104,9 +104,9 @@ def give_back() -> None:
 
 @contextmanager
 def large_tensors_apart() -> Iterator[None]:
-    """Give every tensor above 1 MB pages of its own, which go back when it is freed."""
+    """Give every tensor from 2 MB on (a large page) pages of its own, which go back when it is freed."""
     mallopt = _c_library("mallopt")
-    mallopt(MMAP_THRESHOLD, 1 << 20)
+    mallopt(MMAP_THRESHOLD, 2 << 20)
     try:
         yield
     finally:  # the values that glibc arrives at by itself once a program has freed large tensors
