@@ -110,12 +110,13 @@ def operations(shape: Shape, solvers: int) -> dict[str, int]:
     cached, calibrated = (shape.rows + 2) * shape.length, shape.calibration_rows * shape.length
     trained, scored = shape.steps * shape.batch * shape.length, max(2, shape.rows // 10) * shape.length
     kv, wide = shape.kv_heads * shape.head_dim, shape.heads * shape.head_dim
-    # Fisher: forward, once more in the backward pass, gradients of activations; the drawn tokens' logits three times.
-    fisher = shape.forward(calibrated, 3) + 2 * calibrated * shape.layers * (
-        wide**2 + 2 * kv**2 + 2 * shape.hidden**2 + 2 * shape.mlp**2
+    # Fisher: forward, once more in the backward pass, gradients of activations; logits and their gradients.
+    fisher = shape.forward(calibrated, 3, logits=False) + 2 * calibrated * (
+        2 * shape.vocab * shape.hidden + shape.layers * (wide**2 + 2 * kv**2 + 2 * shape.hidden**2 + 2 * shape.mlp**2)
     )
-    # Calibration in order: two streams through every block once more at each of its four stages; two moments a layer.
-    streams = shape.forward(calibrated, 2 * 3, logits=False)
+    # Calibration in order: two streams through every block, and up to each of its stages (0.27, 0.4 and 0.8 of the
+    # weights of Qwen3-0.6B's block); two moments a layer.
+    streams = shape.forward(calibrated, 5, logits=False)
     moments = 4 * calibrated * shape.layers * (5 * shape.hidden**2 + wide**2 + shape.mlp**2)
     return {
         "cache": shape.forward(cached),

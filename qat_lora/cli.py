@@ -213,13 +213,13 @@ class Group(click.Group):
         return {words.removeprefix(start): COMMANDS[words] for words in COMMANDS if words.startswith(start)}
 
 
-def _show_help(ctx: click.Context) -> None:
-    if ctx.invoked_subcommand is None:
-        echo(ctx.get_help())
-
-
 def _group(name: str, help: str) -> Group:
-    return Group(name, help=help, callback=click.pass_context(_show_help), invoke_without_command=True)
+    @click.pass_context
+    def show_help(ctx: click.Context) -> None:
+        if ctx.invoked_subcommand is None:
+            echo(ctx.get_help())
+
+    return Group(name, help=help, callback=show_help, invoke_without_command=True)
 
 
 GROUPS = {"cache": _group("cache", "Build, inspect, verify, audit, export and pack KD caches.")}

@@ -177,11 +177,6 @@ def _nearest(key: str, cls: type) -> str:
     return f"the nearest: {', '.join(map('.'.join, nearest(key, cls)))}; --help-all shows all"
 
 
-def _allowed(value: Any, allowed: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(value), allowed, n=1)
-    return (f"did you mean {near[0]!r}? " if near else "") + "allowed: " + ", ".join(allowed)
-
-
 def _coerce(value: Any, hint: Any, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
@@ -201,7 +196,8 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
     if origin is Literal:
         value = value if value in args else _SHORT.get(str(value), value)
         if value not in args:
-            raise ConfigError(f"{where}: {value!r} is unknown; {_allowed(value, [str(a) for a in args])}")
+            near = [f"did you mean {word!r}? " for word in difflib.get_close_matches(str(value), map(str, args), n=1)]
+            raise ConfigError(f"{where}: {value!r} is unknown; {''.join(near)}allowed: {', '.join(map(str, args))}")
         return value
     if origin is tuple:
         items = value.split(",") if isinstance(value, str) else () if value is None else value

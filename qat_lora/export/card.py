@@ -112,14 +112,6 @@ def labelled(result: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _metrics(card: Card) -> list[dict[str, Any]]:
-    """Return the scores of the card's own model as the Hub's index has them: those of its name, or of one alone."""
-    students = {name: of for name, of in (card.scores or {}).items() if name != "teacher"}
-    own = students.get(card.name) or (next(iter(students.values())) if len(students) == 1 else {})
-    names = {"ppl": "perplexity", "kl": "KL to the teacher, nats a token", "top1": "same top-1 as the teacher"}
-    return [{"type": key, "name": name, "value": own[key]} for key, name in names.items() if own.get(key) is not None]
-
-
 def model_card(card: Card) -> str:
     """Return the card as Markdown with the Hub's front matter."""
     front: dict[str, Any] = {
@@ -133,7 +125,11 @@ def model_card(card: Card) -> str:
         front["base_model_relation"] = "adapter" if card.form == "adapter" else "quantized"
     if DATASET in card.origin:
         front["datasets"] = [card.origin[DATASET]]
-    if metrics := _metrics(card):
+    students = {name: of for name, of in (card.scores or {}).items() if name != "teacher"}  # its own, or the only one
+    own = students.get(card.name) or (next(iter(students.values())) if len(students) == 1 else {})
+    names = {"ppl": "perplexity", "kl": "KL to the teacher, nats a token", "top1": "same top-1 as the teacher"}
+    known = {key: name for key, name in names.items() if own.get(key) is not None}
+    if metrics := [{"type": key, "name": name, "value": own[key]} for key, name in known.items()]:
         held_out = {"name": "held-out text, in Scores below", "type": "text"}
         results = [{"task": {"type": "text-generation"}, "dataset": held_out, "metrics": metrics}]
         front["model-index"] = [{"name": card.name, "results": results}]

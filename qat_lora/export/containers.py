@@ -102,10 +102,6 @@ class Integers(Container):
         low = 2 ** (self.bits - 1) if self.biases_OG is None else 0
         return (self.codes_OI.to(torch.int16) + low).to(torch.uint8)
 
-    def with_biases(self) -> Integers:
-        """Return integers without biases as those from 0 with them: exact, as the least code is a power of two."""
-        return replace(self, codes_OI=self.from_zero(), biases_OG=-(2 ** (self.bits - 1)) * self.steps_OG)
-
 
 def words(codes_OI: Tensor, bits: int) -> Tensor:
     """Return uint8 codes as words of 32 bits, int32 [O, I bits / 32]: a little-endian stream."""

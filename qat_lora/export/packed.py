@@ -27,6 +27,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,8 @@ def _mlx_layer(layer: QuantLinear) -> Integers | None:
     if size % containers.REFIT_GROUP:
         return None
     least = max(containers.REFIT_BITS, spec.bits)
-    return containers.rounded(layer, next(width for width in MLX_WIDTHS if width >= least)).with_biases()
+    found = containers.rounded(layer, next(width for width in MLX_WIDTHS if width >= least))  # exact: a power of two
+    return replace(found, codes_OI=found.from_zero(), biases_OG=-(2 ** (found.bits - 1)) * found.steps_OG)
 
 
 def to_tables(job: ExportJob) -> dict[str, Integers]:

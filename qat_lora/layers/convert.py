@@ -272,11 +272,10 @@ def rule_bits(model: nn.Module, preset: Preset) -> list[dict[str, Any]]:
             by_rule[rule][1].append(layer)
     if preset.lm_head is not None:
         by_rule.append(("output head", [layer for _, layer in linear_layers(model, lm_head=True)]))
-    return [{"pattern": p, "layers": len(found), "bits_per_weight": _mean_bits(found)} for p, found in by_rule]
-
-
-def _mean_bits(layers: list[nn.Linear]) -> float | None:
-    """Return the stored bits per weight of the quantised ones among layers, None where there is none."""
-    quantised = [layer for layer in layers if isinstance(layer, QuantLinear)]
-    weights = sum(layer.in_features * layer.out_features for layer in quantised)
-    return round(sum(layer.stored_bits for layer in quantised) / weights, 4) if weights else None
+    rows = []
+    for pattern, found in by_rule:
+        quantised = [layer for layer in found if isinstance(layer, QuantLinear)]
+        weights = sum(layer.in_features * layer.out_features for layer in quantised)
+        mean = round(sum(layer.stored_bits for layer in quantised) / weights, 4) if weights else None
+        rows.append({"pattern": pattern, "layers": len(found), "bits_per_weight": mean})
+    return rows

@@ -117,7 +117,12 @@ def read_adapter(folder: Path) -> AdapterInfo:
         targets = config["target_modules"]
         if not isinstance(targets, list):
             raise ModelError(f"adapter: {folder} has target_modules = {targets!r}; only a list of names is supported")
-        ranks = _ranks(folder, config)
+        ranks, scaling, names = config.get("rank_pattern") or {}, config["lora_alpha"] / config["r"], {*targets}
+        whole = {*ranks} <= names and all(type(rank) is int and rank > 0 for rank in ranks.values())
+        if not whole or (config.get("alpha_pattern") or {}) != {name: scaling * rank for name, rank in ranks.items()}:
+            other = "rank_pattern and alpha_pattern of other layers or scalings than ours"
+            raise ModelError(f"adapter: {folder} has {other}")
+        ranks = dict.fromkeys(targets, config["r"]) | ranks if ranks else None
         note = read_object(folder / NOTE) if (folder / NOTE).is_file() else {}
         pattern = "|".join(rf"(^|\.){re.escape(name)}$" for name in targets)  # a name or its end, as in PEFT
         settings = {"recovery_r": config["r"], "recovery_alpha": config["lora_alpha"], "lora_targets": pattern}
@@ -125,15 +130,6 @@ def read_adapter(folder: Path) -> AdapterInfo:
         if not isinstance(base, str) or not all(isinstance(sha256, str | None) for sha256 in sums):
             raise ModelError(f"adapter: {folder} names its base as {base!r} with sha256 {sums}; all three are texts")
         return AdapterInfo(folder, base, sums[0], from_dict(LoraConfig, settings), sums[1], ranks)
-
-
-def _ranks(folder: Path, config: dict[str, Any]) -> dict[str, int] | None:
-    """Return the ranks of an adapter by layer, None where they are one; ModelError for patterns that are not ours."""
-    ranks, scaling = config.get("rank_pattern") or {}, config["lora_alpha"] / config["r"]
-    whole = {*ranks} <= {*config["target_modules"]} and all(type(rank) is int and rank > 0 for rank in ranks.values())
-    if not whole or (config.get("alpha_pattern") or {}) != {name: scaling * rank for name, rank in ranks.items()}:
-        raise ModelError(f"adapter: {folder} has rank_pattern and alpha_pattern of other layers or scalings than ours")
-    return dict.fromkeys(config["target_modules"], config["r"]) | ranks if ranks else None
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
@@ -200,7 +196,16 @@ def load_engine_adapter(model: CausalLM, file: Path) -> None:
     """Put the adapter of `engine_adapter` on its base; ModelError: factors that do not fit it, or that are none."""
     what, remedy = f"adapter: {file} does not fit the base beside it", "export both again"
     with errors_explained(ModelError, what, *OF_DATA, remedy=remedy, passing=ModelError):
-        factors = {ADAPTER: _of_gguf, MLX.name: _of_mlx, STATE: _of_state}[file.name](model, file)
+        if file.name == ADAPTER:
+            factors = _of_gguf(model, file)
+        elif file.name == MLX.name:
+            check_folder(file.parent)
+            scale = read_object(file.parent / CONFIG)["lora_parameters"]["scale"]
+            state = {name: factor.t() for name, factor in load_file(file).items()}
+            factors = _paired(state, ("lora_a", "lora_b"), scale)
+        else:
+            scale = read_object(file.parent / "config.json").get(SCALE, 1.0)
+            factors = _paired(read_state(file), ("lora_A", "lora_B"), scale)
         ranks = {name: len(of.a_RI) for name, of in factors.items()}
         if factors:
             pattern = "|".join(f"^{re.escape(name)}$" for name in factors)
@@ -223,17 +228,6 @@ def _of_gguf(model: CausalLM, file: Path) -> dict[str, Factors]:
         other = f"{len(header.tensors)} factors, of which the base has layers for {2 * len(found)}"
         raise ModelError(f"adapter: {file} holds {other}; it belongs to another model")
     return found
-
-
-def _of_mlx(_model: CausalLM, file: Path) -> dict[str, Factors]:
-    check_folder(file.parent)
-    scale = read_object(file.parent / CONFIG)["lora_parameters"]["scale"]
-    return _paired({name: factor.t() for name, factor in load_file(file).items()}, ("lora_a", "lora_b"), scale)
-
-
-def _of_state(_model: CausalLM, file: Path) -> dict[str, Factors]:
-    scale = read_object(file.parent / "config.json").get(SCALE, 1.0)
-    return _paired(read_state(file), ("lora_A", "lora_B"), scale)
 
 
 def _paired(state: dict[str, Tensor], ends: tuple[str, str], scale: float = 1.0) -> dict[str, Factors]:

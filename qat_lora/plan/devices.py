@@ -6,13 +6,16 @@ are on-demand list prices of mid-2025 (Google Cloud for TPUs, typical GPU clouds
 """
 
 import re
+import timeit
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
 import yaml
 
 from qat_lora.errors import ConfigError
+from qat_lora.runtime.launch.select import free_memory_bytes
 
 Attention = Literal["tiled", "fused", "plain", "xla"]  # which decides what a training step keeps (`plan/step.py`)
 _ATTENTION: dict[str, Attention] = {"cpu": "tiled", "mps": "plain", "tpu": "xla", "xla": "xla"}
@@ -50,12 +53,21 @@ def named(names: tuple[str, ...]) -> list[Device]:
 
 
 def likely(device: str, chips: int) -> list[Device]:
-    """Return the usual chips or cards behind `--device`, as many as a run takes; for processes on a CPU none."""
+    """Return the usual chips or cards behind `--device`, as many as a run takes; this CPU, for several none."""
     if device in ("tpu", "xla"):
         return named((f"v5e-{chips}", f"v6e-{chips}"))
     if device == "cuda":
         return named(tuple(kind if chips == 1 else f"{kind}-{chips}" for kind in ("a100", "h100", "h200")))
-    return named(("laptop",)) if chips == 1 else []
+    return [here()] if chips == 1 else []
+
+
+def here() -> Device:
+    """Return this CPU: its rates in float32 on the threads that a run takes, the best of five tries of some 10 ms."""
+    factor_NN, copied_NN, into_NN = torch.ones(1024, 1024), torch.ones(4096, 4096), torch.ones(4096, 4096)
+    calls = (lambda: factor_NN @ factor_NN, lambda: into_NN.copy_(copied_NN))
+    product_s, copy_s = (min(timeit.repeat(call, number=1, repeat=5)) for call in calls)
+    rates = 2e-12 * len(factor_NN) ** 3 / product_s, 2e-9 * copied_NN.nbytes / copy_s
+    return Device("this CPU", "cpu", 1e-9 * (free_memory_bytes() or 16e9), *rates, usd_per_hour=0.0)
 
 
 def attention_on(device: str) -> Attention:

@@ -1,19 +1,22 @@
 """`quantize --dry-run`: what a quantised model would weigh, and what making it takes."""
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from qat_lora.cache.storage.store import read_manifest
 from qat_lora.errors import ModelError
 from qat_lora.layers import convert
 from qat_lora.layers.calibrate.fisher import fisher_bytes, kept_shape
 from qat_lora.layers.calibrate.fit import FOLLOWED, ITERATIONS, OVERSAMPLED, TURN_ROUNDS, TURNS
 from qat_lora.models.load import cast
-from qat_lora.options import QuantizeOptions
+from qat_lora.options import EstimateOptions, QuantizeOptions
 from qat_lora.plan.devices import Device, likely
 from qat_lora.plan.memory import GIB, meta_model
+from qat_lora.plan.step import widths
 from qat_lora.plan.training import device_of
 from qat_lora.quant.gptq import BLOCK
 from qat_lora.quant.initialize import COMPENSATED, GROUPS, ROUNDS, TWO_SIDED_ROUNDS
@@ -25,7 +28,7 @@ from qat_lora.registry import DryRun, Requirements
 from qat_lora.setup.allocation import choices
 
 FLOAT32_RATE = {"tpu": 1 / 6, "cuda": 1 / 15}  # of bfloat16's: six passes of a TPU, none of a card's product units
-COLUMN_S = {"cuda": 10 * 5e-6}  # seconds to launch the kernels of a column; elsewhere they are one call or one program
+COLUMN_S = {"cuda": 10 * 5e-6, "cpu": 20e-6}  # seconds to start what a column takes; a TPU's are one program
 COLUMN_PASSES = {"tpu": 11, "xla": 11}  # times a column's round moves its block, as in a v6e's program; else twice
 IMPORTS_BYTES = 500_000_000  # of a process that has imported torch and transformers
 CLIP_OPERATIONS = 8  # to round a weight at one clip, and to weigh the error
@@ -39,9 +42,10 @@ class SolverWork(NamedTuple):
     columns: int  # columns that wait for the one before
 
     def seconds(self, device: Device) -> float:
-        """Return the time that a device's rates, or its host's launches, allow at best."""
-        products = self.operations / (device.tflops * 1e12 * FLOAT32_RATE.get(device.device, 1.0))
-        return max(products, self.bytes / (device.gbps * 1e9), self.columns * COLUMN_S.get(device.device, 0.0))
+        """Return the time that a device's rates, or its host's launches, allow at best; a CPU does all in turn."""
+        rate, started = device.tflops * 1e12 * FLOAT32_RATE.get(device.device, 1.0), COLUMN_S.get(device.device, 0.0)
+        times = self.operations / rate, self.bytes / (device.gbps * 1e9), self.columns * started
+        return sum(times) if device.device == "cpu" else max(times)
 
 
 def plan_quantize(options: QuantizeOptions) -> DryRun:
@@ -60,8 +64,10 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     quantised = sum(layer.in_features * layer.out_features for layer in layers)
     codes_bytes, rest_bytes = int(bits["base"] * quantised) // 8, stored.itemsize * module.rest_weights
     has_text = options.text.dataset is not None or options.kd_cache_dir is not None
-    rows = options.calibration_rows * options.calibration_length * has_text
-    rows_bytes = 4 * rows * config.get_text_config().hidden_size
+    cached = options.kd_cache_dir and Path(options.kd_cache_dir).expanduser().exists()
+    length = read_manifest(str(options.kd_cache_dir)).fingerprint.length if cached else options.calibration_length
+    tokens = options.calibration_rows * length * has_text
+    rows_bytes = 4 * tokens * config.get_text_config().hidden_size
     of_block = Counter[str | None]()
     for name, layer in convert.quant_layers(module).items():
         of_block[convert.block_of(name)] += 4 * layer.in_features * layer.out_features
@@ -81,28 +87,38 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
         # Of text: states of both models, and four matrices of the widest layer; else two.
         "own_bytes": IMPORTS_BYTES + 3 * max(of_block.values()) // 2 + (rows_bytes + 8 * widest) * (1 + has_text),
         "scratch_bytes": fisher_bytes(module, options.init, options.metric) if has_text else 0,
-        "inputs_and_outputs": sum(layer.in_features + layer.out_features for layer in layers),
     }
+    forms = Path(__file__).with_name("quantize.txt").read_text(encoding="utf-8").rstrip().split("---")
     device, solving = device_of(options.run), ""
     if options.init in COMPENSATED:
         work = solver_work(module, options, COLUMN_PASSES.get(device, 2))
-        times = {chip.name: work.seconds(chip) for chip in likely(device, 1)}
-        report["solvers"] = {**work._asdict(), "seconds": times}
-        solving = (
-            f"\nsolvers  {work.operations / 1e12:,.1f} * 10^12 operations, {work.bytes / 1e9:,.1f} GB moved, "
-            f"{work.columns:,} columns in order; at best "
-            + ", ".join(f"{seconds:,.1f} s on {name}" for name, seconds in times.items())
-        )
+        passes = tokens * calibration_operations(module, config.get_text_config(), options, length)
+        rate = 1e12 * EstimateOptions.utilisation
+        seconds = {chip.name: passes / (chip.tflops * rate) + work.seconds(chip) for chip in likely(device, 1)}
+        report["solvers"] = {**work._asdict(), "calibration_operations": passes, "seconds": seconds}
+        times = ", ".join(f"{time / 3600:.2f} h on {name}" for name, time in seconds.items())
+        solving = forms[1].format(*(x / 1e12 for x in (passes, *work)), columns=work.columns, times=times)
     rest = f", of which {rest_bytes / GIB:.3f} GiB are no text and stay as they are" if rest_bytes else ""
     gib = {name.replace("_bytes", "_gib"): report[name] / GIB for name in report if name.endswith("_bytes")}
-    form = Path(__file__).with_name("quantize.txt").read_text(encoding="utf-8").rstrip()
-    text = form.format(**report, **gib, reach=reach, rest=rest, solving=solving, target=target)
-    starts = 4 * options.start_rank * report["inputs_and_outputs"]
+    text = forms[0].format(**report, **gib, reach=reach, rest=rest, solving=solving, target=target)
+    starts = 4 * options.start_rank * sum(layer.in_features + layer.out_features for layer in layers)
     # Twice: finished blocks are kept until the whole is written.
     disk = 2 * (report["stored_bytes"] + starts) + report["scratch_bytes"]
     own = report["own_bytes"]
     memory = own if device == "cpu" else own + report["weights_bytes"]
     return DryRun(report, text, Requirements("this quantisation", memory, own, disk))
+
+
+def calibration_operations(module: torch.nn.Module, config: Any, options: QuantizeOptions, length: int) -> int:
+    """Return the operations for a token of a row: for the Fisher information, states and moments."""
+    layers, size, fisher = convert.quant_layers(module).values(), widths(config), options.metric == "fisher"
+    weights = sum(layer.in_features * layer.out_features for layer in layers)
+    forward = 2 * weights + 2 * config.num_hidden_layers * length * size.queries
+    # Fisher: forward, again in the backward pass, gradients of activations; outputs' moments; logits, their gradient.
+    outputs = 4 * config.vocab_size * size.hidden + sum(2 * math.prod(kept_shape(x.out_features)) for x in layers)
+    # States: two streams through all of a block, and up to each of its stages; two moments of what each layer reads.
+    inputs = 5 * forward + sum(4 * layer.in_features**2 for layer in layers)
+    return int(inputs + fisher * (3 * forward + outputs))
 
 
 def solver_work(module: torch.nn.Module, options: QuantizeOptions, column_passes: int) -> SolverWork:

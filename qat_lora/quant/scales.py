@@ -26,8 +26,8 @@ Scales = tuple[Tensor, ...]
 LARGEST = 65504.0  # of float16
 TINY = 1e-6  # smallest scale: keeps W / S finite for rows of zeros, and is a float16 number
 # Candidate clips between 0.2 and 1 times absmax. Scales above absmax lower the weighted error (by 3 % at 4 bits, normal
-# weights, uneven importance) but not the KL of the model: 0.99 to 1.01 times as large on a saturated teacher. Two passes
-# find what 64 clips do, to 0.3 % of the error.
+# weights, uneven importance) but not the KL of the model: 0.99 to 1.01 times as large on a saturated teacher. Two
+# passes find what 64 clips do, to 0.3 % of the error.
 CLIPS, FINER = 17, (-0.5, -0.25, 0.25, 0.5)  # from 1 to 0.2; then around the best, in steps between those
 SWEEPS = 8  # of codes and low-rank factors
 

@@ -47,7 +47,8 @@ class NativeRuntime(Runtime):
             if local_rank >= max(1, torch.cuda.device_count()):
                 what = f"this machine shows {torch.cuda.device_count()} CUDA devices"
                 raise DeviceError(f"LOCAL_RANK={local_rank}: {what}; start at most one process for each")
-            if _compiles_kernels(self.device):
+            own = torch.cuda.is_available() and not torch.version.hip and importlib.util.find_spec("triton") is not None
+            if own and torch.cuda.get_device_capability(self.device) >= _OLDEST_GPU:
                 self.loss_walk = "kernel"
         self._deferred = DeferredCalls()
         self._copy_stream: torch.cuda.Stream | None = None
@@ -183,13 +184,6 @@ class NativeRuntime(Runtime):
         if self.replicas > 1:
             with collectives.among_peers():
                 dist.barrier(self._control)
-
-
-def _compiles_kernels(gpu: torch.device) -> bool:
-    """Return whether a device is there, is recent enough and of NVIDIA's, and Triton is installed."""
-    if not torch.cuda.is_available() or torch.version.hip or importlib.util.find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(gpu) >= _OLDEST_GPU
 
 
 def _count(number: int, noun: str) -> str:

@@ -108,11 +108,6 @@ class Progress:
         """Return the counters under their names on disk."""
         return {(f"best_{metric}" if name == "best" else name): value for name, value in vars(self).items()}
 
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any], metric: str) -> Self:
-        """Return a checkpoint's counters; KeyError if one lacks."""
-        return cls(*(saved[name] for name in cls().to_json(metric)))
-
 
 @dataclass
 class Run:

@@ -123,7 +123,8 @@ def _resume(
     if found:
         saved = load_checkpoint(found[-1], state.trained, optimizer, settings.fingerprint)
         try:
-            progress, logs = Progress.from_json(saved, metric), {name: saved["logs"][name] for name in LOGS}
+            progress = Progress(*(saved[name] for name in Progress().to_json(metric)))
+            logs = {name: saved["logs"][name] for name in LOGS}
         except (KeyError, TypeError) as error:
             raise damaged(found[-1], error) from None
     if runtime.agree(bool(found)) != bool(found):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from toy_pipeline import cache_options, call, quantize_options, recover_options
 
 from qat_lora import cli
@@ -53,6 +54,20 @@ def test_a_quantised_models_plan_is_what_quantising_prints(made, tiny, tmp_path)
     assert plan["bits_per_weight_model"] == pytest.approx(result["bits_per_weight_model"], abs=1e-4)
     with pytest.raises(ModelError, match="quantised already"):
         plan_quantize(replace(quantize_options(tiny, tmp_path / "out"), model=str(made / "student")))
+
+
+def test_passes_over_calibration_text_are_those_that_are_counted(made, tiny, tmp_path):
+    """Up to attention, a ninth here; sums of moments go past the counter."""
+    changed = {"init": "gptq", "start_rank": 0, "metric": "fisher", "kd_cache_dir": str(made / "cache")}
+    options = replace(quantize_options(tiny, tmp_path / "out"), **changed)
+    plan = plan_quantize(options).report["solvers"]
+    with FlopCounterMode(display=False) as counter:
+        call("quantize", options)
+    read = [layer.in_features for _, layer in linear_layers(load_model(str(tiny.teacher)).module)]
+    moments = options.calibration_rows * 32 * sum(4 * n * n for n in read)
+    planned = plan["calibration_operations"] + plan["operations"]
+    assert counter.get_total_flops() + moments == pytest.approx(planned, rel=0.06)
+    assert all(seconds > 0 for seconds in plan["seconds"].values()) and list(plan["seconds"]) == ["this CPU"]
 
 
 def test_no_device_no_cache_and_no_file_are_needed(made, tmp_path, monkeypatch, capfd):
@@ -133,7 +148,7 @@ def test_doctor_knows_what_a_planned_run_needs(made, tiny, tmp_path, capfd, monk
     assert on_gpu.memory == on_gpu.host + 4 * plan["parameters"]
     with_text = plan_quantize(replace(quantising, kd_cache_dir=str(made / "cache"))).report
     widest = 96 * 96  # what `down_proj` gets
-    states = 2 * 4 * quantising.calibration_rows * quantising.calibration_length * 64
+    states = 2 * 4 * quantising.calibration_rows * 32 * 64  # of the cache's rows
     assert with_text["own_bytes"] - rounding.report["own_bytes"] == states + 8 * widest  # four in float32, less two
     half = tmp_path / "half"
     load_model(str(tiny.teacher)).module.to(torch.bfloat16).save_pretrained(half)

@@ -65,7 +65,10 @@ def audit(
     lines = []
     for (name, encoding, k), kl in values.items():
         if name == "kl_stored":
-            line = {"k": k, "encoding": encoding, "bytes_per_token": _bytes_per_token(held, k, encoding)}
+            other = {"top_k": 0} if encoding == "hidden" else {"top_k": k, "value_dtype": encoding, "hidden": 0}
+            own = held.contents._replace(tail_draws=0, draws=0, **other)  # the same rows, without records and LM head
+            size = fmt.row_bytes(fmt.array_table(own)) / held.length
+            line = {"k": k, "encoding": encoding, "bytes_per_token": size}
             line |= {"kl_stored": float(kl.mean()), "kl_stored_max": float(kl.max())}
             tails = {tail: float(values[tail, encoding, k].mean()) for tail in ("tail_mass", "kl_even_tail")}
             lines.append(line | tails)
@@ -91,13 +94,6 @@ def check_teacher(held: Fingerprint, path: Place, teacher_sha256: str, vocab_siz
 def topk_sizes(top_k: int) -> list[int]:
     """Return 4, 8, 16, … below K, and K; nothing for K = 0."""
     return sorted({top_k, *(4 << i for i in range(30) if 4 << i < top_k)} - {0})
-
-
-def _bytes_per_token(held: Fingerprint, k: int, encoding: str) -> float:
-    """Return what a cache of the same rows with K = k in this encoding takes, records and LM head apart."""
-    other = {"top_k": 0} if encoding == "hidden" else {"top_k": k, "value_dtype": encoding, "hidden": 0}
-    own = held.contents._replace(tail_draws=0, draws=0, **other)
-    return fmt.row_bytes(fmt.array_table(own)) / held.length
 
 
 def _audit_row(

@@ -96,10 +96,6 @@ class Sensitivity(NamedTuple):
         place = torch.searchsorted(known, seen).clamp(max=len(known) - 1)
         return counts[place] * (known[place] == seen)
 
-    def plain_outputs(self) -> Tensor:
-        """Return the metric, like `outputs_OO`, in which all outputs cost alike."""
-        return torch.ones_like(self.outputs_OO) if self.outputs_OO.dim() == 1 else torch.eye(len(self.outputs_OO))
-
 
 def kept_shape(outputs: int) -> tuple[int, ...]:
     """Return the shape of the G that is kept, in float32, of a layer with so many outputs."""

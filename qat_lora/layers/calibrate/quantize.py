@@ -185,7 +185,9 @@ class LayerFitter:
         return sum(known[1:], known[0]) / len(known) if known else torch.eye(weight.shape[1], device=weight.device)
 
     def _outputs(self, cost: Sensitivity, name: str) -> Tensor:
-        return cost.plain_outputs() if name in self.unreached else cost.outputs_OO
+        given = cost.outputs_OO
+        alike = torch.ones_like if given.dim() == 1 else lambda x: torch.eye(len(x))
+        return alike(given) if name in self.unreached else given
 
     def fit(
         self, names: Sequence[str], moments_II: list[Tensor | None], weights_OI: Sequence[Tensor] | None = None
