@@ -14,7 +14,8 @@ way and started again; `same` says that its files have the same bytes then.
 
     python benchmarks/pipeline.py --shape 0.6b --text DIR --work DIR --machine "two cores of ..." --out FILE
 
-Interrupt it at will: phases that stand in FILE, with the same settings, are not run again. 20 training steps of 4 x
+Interrupt it at will: phases that stand in FILE, with the same settings, are not run again, and one that was cut off
+goes on from what it had finished; its times are then those of all its runs, `runs` of them. 20 training steps of 4 x
 1,024 tokens at 0.6 B; `--shape 1.7b` has 2 steps and 16 rows; `--shape toy` shows in a minute that all of it works.
 `--init absmax` rounds without calibration, for the phases after it alone: their costs do not depend on the codes.
 """
@@ -31,7 +32,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +44,8 @@ USED_TOKENS = 4096
 TEXT_BYTES = 3_000_000  # that the tokenizer is made from
 ALLOWED = 1.8
 GIB = 2**30
-SAMPLE_S = 0.05
+SAMPLE_S, NOTE_S = 0.05, 60.0
+Note = Callable[[dict[str, Any]], None]
 QAT_LORA = [sys.executable, "-c", "from qat_lora.cli import main; main()"]
 
 
@@ -139,10 +141,27 @@ def rate() -> float:
     return sorted(found)[4]
 
 
-def run(order: Sequence[str], log: Path, kill_after_s: float | None = None) -> dict[str, Any]:
-    """Run a command; return its times and peaks. `kill_after_s`: it is killed then, if it still runs."""
-    begun = time.perf_counter()
+def run(
+    order: Sequence[str],
+    log: Path,
+    kill_after_s: float | None = None,
+    note: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Run a command; return its times and peaks, and `note` them once a minute.
+
+    `kill_after_s`: it is killed then, if it still runs.
+    """
+    begun = noted = time.perf_counter()
     peaks = {"RssAnon": 0, "RssFile": 0}
+
+    def measured(cpu_s: float) -> dict[str, Any]:
+        return {
+            "seconds": round(time.perf_counter() - begun, 1),
+            "cpu_s": round(cpu_s, 1),
+            "own_gib": round(peaks["RssAnon"] / GIB, 3),
+            "file_gib": round(peaks["RssFile"] / GIB, 3),
+        }
+
     with log.open("ab") as stream:
         process = subprocess.Popen([*QAT_LORA, *order], stdout=stream, stderr=stream, start_new_session=True)
     while True:
@@ -156,16 +175,24 @@ def run(order: Sequence[str], log: Path, kill_after_s: float | None = None) -> d
                 peaks[name] = max(peaks[name], int(line.split()[1]) * 1024)
         if kill_after_s is not None and seconds > kill_after_s:
             os.killpg(process.pid, signal.SIGKILL)
+        if note and time.perf_counter() - noted > NOTE_S:
+            noted = time.perf_counter()
+            ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+            note(measured(sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")))
         time.sleep(SAMPLE_S)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode and kill_after_s is None:
         raise SystemExit(f"{' '.join(order)}: exit code {process.returncode}, see {log}")
-    return {
-        "seconds": round(seconds, 1),
-        "cpu_s": round(usage.ru_utime + usage.ru_stime, 1),
-        "own_gib": round(peaks["RssAnon"] / GIB, 3),
-        "file_gib": round(peaks["RssFile"] / GIB, 3),
-    }
+    return measured(usage.ru_utime + usage.ru_stime)
+
+
+def joined(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Return the times of all runs of a phase that was cut off together, and their peaks; {} for no run before."""
+    if not earlier:
+        return later
+    times = {name: round(earlier[name] + later[name], 1) for name in ("seconds", "cpu_s")}
+    peaks = {name: max(earlier[name], later[name]) for name in ("own_gib", "file_gib")}
+    return {**times, **peaks, "runs": earlier.get("runs", 1) + 1}
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -234,11 +261,12 @@ def main() -> None:
         "init": arguments.init,
         "checkpoint_gib": round(checkpoint / GIB, 3),
         "phases": {},
+        "cut_off": {},  # times and peaks so far of a phase that has not ended
     }
     if arguments.out.is_file():
         earlier = json.loads(arguments.out.read_text(encoding="utf-8"))
         if all(earlier[name] == result[name] for name in ("versions", "shape", "init")):
-            result["phases"] = earlier["phases"]
+            result["phases"], result["cut_off"] = earlier["phases"], earlier.get("cut_off", {})
     per_s, commands = rate(), phases(shape, arguments.text, work, arguments.init)
     result |= {"date": time.strftime("%Y-%m-%d"), "gflops_a_thread": round(per_s / 1e9, 1)}
     for name, (order, folder) in commands.items():
@@ -246,7 +274,14 @@ def main() -> None:
         if found is None:
             if name == "quantize" and arguments.init != "absmax":
                 result["solver_operations"] = planned(order)["solvers"]["operations"]
-            found = run(order, work / "log.txt")
+            before = result["cut_off"].get(name, {})
+
+            def note(now: dict[str, Any], name: str = name, before: dict[str, Any] = before) -> None:
+                result["cut_off"][name] = joined(before, now)
+                arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+            found = joined(before, run(order, work / "log.txt", note=note))
+            result["cut_off"].pop(name, None)
             found["bytes"] = sum(file.stat().st_size for file in (work / folder).rglob("*") if file.is_file())
             counted = operations(shape, result.get("solver_operations", 0)).get(name)
             if counted and (name != "quantize" or arguments.init != "absmax"):
