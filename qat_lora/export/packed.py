@@ -246,7 +246,7 @@ def _mlx_layer(layer: QuantLinear) -> Integers | None:
     if size % containers.REFIT_GROUP:
         return None
     least = max(containers.REFIT_BITS, spec.bits)
-    found = containers.rounded(layer, next(width for width in MLX_WIDTHS if width >= least))  # exact: a power of two
+    found = containers.rounded(layer, next(width for width in MLX_WIDTHS if width >= least))  # codes from 0: exact
     return replace(found, codes_OI=found.from_zero(), biases_OG=-(2 ** (found.bits - 1)) * found.steps_OG)
 
 

@@ -1,8 +1,8 @@
 """The devices that a run can be estimated for: memory, its rate, peak rate of products and price of one chip.
 
-Rates are the makers' figures for dense products in bfloat16. In float32 a card multiplies in TF32, at half that rate; a
-TPU rounds to bfloat16 in one pass by default, so only its bytes double. A T4's product units have neither type. Prices
-are on-demand list prices of mid-2025 (Google Cloud for TPUs, typical GPU clouds for cards): check them.
+Rates are the makers' for dense products in bfloat16; the CPU's here are measured. In float32 a card multiplies in
+TF32, at half that rate; a TPU rounds to bfloat16 in one pass by default, so only its bytes double. A T4's product units
+have neither type. Prices are on-demand list prices of mid-2025 (TPUs at Google Cloud, cards elsewhere): check them.
 """
 
 import re

@@ -96,8 +96,8 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
         rate = 1e12 * EstimateOptions.utilisation
         seconds = {chip.name: passes / (chip.tflops * rate) + work.seconds(chip) for chip in likely(device, 1)}
         report["solvers"] = {**work._asdict(), "calibration_operations": passes, "seconds": seconds}
-        times = ", ".join(f"{time / 3600:.2f} h on {name}" for name, time in seconds.items())
-        solving = forms[1].format(*(x / 1e12 for x in (passes, *work)), columns=work.columns, times=times)
+        times = ", ".join(f"{time / 3600:.2g} h on {name}" for name, time in seconds.items())
+        solving = forms[1].format(**report["solvers"], times=times)
     rest = f", of which {rest_bytes / GIB:.3f} GiB are no text and stay as they are" if rest_bytes else ""
     gib = {name.replace("_bytes", "_gib"): report[name] / GIB for name in report if name.endswith("_bytes")}
     text = forms[0].format(**report, **gib, reach=reach, rest=rest, solving=solving, target=target)

@@ -214,7 +214,7 @@ def _report(
 def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequence[str] = ()) -> str:
     replicas, epochs, probe = report["replicas"], report["epochs"], report["lr_probe_steps"]
     lines = [
-        "dry run: shapes alone; nothing is written, and no device is used",
+        "dry run: shapes alone; nothing is written, and no accelerator used",
         f"student  {report['student']}: {report['parameters']:,} parameters, {report['quantised']:,} of them quantised",
         f"trained  {trained}",
         f"step     {report['batch_size']} rows x {report['accumulation_steps']} micro-batches x {replicas} "

@@ -186,8 +186,9 @@ class LayerFitter:
 
     def _outputs(self, cost: Sensitivity, name: str) -> Tensor:
         given = cost.outputs_OO
-        alike = torch.ones_like if given.dim() == 1 else lambda x: torch.eye(len(x))
-        return alike(given) if name in self.unreached else given
+        if name in self.unreached:  # all outputs cost alike
+            return torch.ones_like(given) if given.dim() == 1 else torch.eye(len(given))
+        return given
 
     def fit(
         self, names: Sequence[str], moments_II: list[Tensor | None], weights_OI: Sequence[Tensor] | None = None
