@@ -212,14 +212,10 @@ class RecoverOptions:
             raise ConfigError("checkpoint: missing; give --checkpoint FOLDER (or --model for an unquantised student)")
         if self.float32_for and self.run.dtype == "bfloat16":
             raise ConfigError(f"{self.float32_for}: needs float32 weights; leave out --dtype {self.run.dtype}")
-        if self.blockwise:
-            if not self.uses_cache or self.checkpoint is None or self.model is None:
-                raise ConfigError(
-                    "blockwise: needs --kd-cache-dir, a quantised --checkpoint and the full-precision model it was "
-                    "made from as --model"
-                )
-            if self.train_norms:
-                raise ConfigError("train_norms: --blockwise trains no norms; leave one of the two out")
+        if self.blockwise and not (self.uses_cache and self.checkpoint and self.model):
+            raise ConfigError("blockwise: needs --kd-cache-dir, --checkpoint, and as --model what that was made from")
+        if self.blockwise and self.train_norms:
+            raise ConfigError("train_norms: --blockwise trains no norms; leave one of the two out")
 
 
 @settings

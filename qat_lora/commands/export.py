@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.config import to_dict
@@ -61,11 +62,13 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
 
     def importance() -> Tensor:
         runtime.place(module)
-        found = head_importance(student.model, runtime.feed(rows()[1]) if rows()[0] else None)
+        bar: dict[str, Any] = {"desc": "hidden states", "unit": "batch", "total": len(rows()[1]), "disable": run.quiet}
+        found = head_importance(student.model, tqdm(runtime.feed(rows()[1]), **bar) if rows()[0] else None)
         module.to("cpu")
         return found
 
-    of_form = dtype, options.container_bits, options.exact_only, options.embedding_bits or EMBEDDING_BITS, importance
+    bits = options.embedding_bits or EMBEDDING_BITS
+    of_form = dtype, options.container_bits, options.exact_only, bits, importance, run.quiet
     plan = FORMS[options.form].plan(ExportJob(str(options.student), student, adapter, tokenizer, *of_form))
     settings = {key: value for key, value in to_dict(options).items() if key not in ("run", "hub")} | {"dtype": dtype}
     settings |= {"weights": student.sha256}
@@ -154,7 +157,10 @@ def _rounding_kl(
     model: CausalLM, found: Mapping[str, Container | None], batches: list[Batch], quiet: bool, runtime: Runtime
 ) -> dict[str, Any]:
     """Return the mean KL(student || what the container holds), adapter on both sides, in nats."""
-    rounded = replace(model, module=with_integers(copy.deepcopy(model.module), found))
+    module, changed = model.module, {name: held for name, held in found.items() if held is not None and held.error}
+    tables = {id(p) for name, p in module.named_parameters() if name.removesuffix(".weight") in changed}
+    shared = {id(x): x for x in (*module.parameters(), *module.buffers()) if id(x) not in tables}  # are not copied
+    rounded = replace(model, module=with_integers(copy.deepcopy(module, shared), changed))
     for placed in (model, rounded):
         runtime.place(placed.module)
     fed, piece_bytes = runtime.feed(batches), runtime.piece_bytes

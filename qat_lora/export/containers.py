@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.extras import require
@@ -167,12 +168,10 @@ def affine(codes_OI: Tensor, spec: QuantSpec, meaning: Meaning, group: int) -> I
     return Integers(codes_OI, scale.half().float(), group, spec.bits, biases_OG=bias.half().float())
 
 
-def with_integers(module: nn.Module, found: Mapping[str, Container | None]) -> nn.Module:
-    """Give a model, in place, the weights of a container; layers become dense, tables stay tied; None: as it is."""
+def with_integers(module: nn.Module, found: Mapping[str, Container]) -> nn.Module:
+    """Give a model, in place, the weights of a container; layers become dense, tables stay tied."""
     layers = quant_layers(module)
     for name, integers in found.items():
-        if integers is None:
-            continue
         if name not in layers:
             module.get_parameter(f"{name}.weight").data.copy_(integers.dense())
             continue
@@ -258,10 +257,11 @@ def head_importance(model: CausalLM, batches: Iterable[Batch] | None) -> Tensor:
     return total / max(1, count)
 
 
-def quantized_table(weight_VH: Tensor, spec: QuantSpec, importance_H: Tensor | None) -> QuantizedWeight:
+def quantized_table(weight_VH: Tensor, spec: QuantSpec, importance_H: Tensor | None, quiet: bool) -> QuantizedWeight:
     """Return a table on the grid of `spec`, with scales by group; ConfigError: a weight not finite or too large."""
     moment = None if importance_H is None else torch.diag(importance_H.to(weight_VH.device))
-    parts = weight_VH.detach().split(max(1, PIECE // weight_VH.shape[1]))
+    pieces = weight_VH.detach().split(max(1, PIECE // weight_VH.shape[1]))
+    parts = tqdm(pieces, desc="round the embedding or head", unit="piece", disable=quiet)
     return QuantizedWeight.joined([quantize_weight(part, spec, "mse", moment) for part in parts])
 
 
@@ -309,10 +309,9 @@ def to_blocks(layer: QuantLinear, exact_only: bool = False) -> Blocks | None:
 
 def float_blocks(weight: Tensor, dtype: str, label: str = "embedding") -> Blocks:
     """Return a tensor in a dense type; ModelError, under its `label`: a number that is not finite in that type."""
-    kind = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype]
     tensor = weight.detach().cpu().to(getattr(torch, dtype)).contiguous()
     check_finite({label: tensor}, f"GGUF as {dtype}")
-    return Blocks(kind, tensor.view(torch.uint8).numpy())
+    return Blocks({"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype], tensor.view(torch.uint8).numpy())
 
 
 def plain_blocks(integers: Integers, two_bits: bool = False) -> Blocks:

@@ -46,6 +46,7 @@ class ExportJob:
     exact_only: bool = False
     embedding_bits: float | None = None  # of the embedding and of an LM head without codes; None for as they are
     importance: Callable[[], Tensor] | None = None  # `containers.head_importance`: mean square of the LM head's input
+    quiet: bool = True  # no progress bars
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,12 @@ from qat_lora.export.containers import BLOCK, SUPER, Blocks, float_blocks, other
 from qat_lora.export.forms import ExportJob, ExportPlan, display_name
 from qat_lora.export.gguf_model import architecture, gguf_name, vocabulary, write_vocabulary
 from qat_lora.extras import require
-from qat_lora.files.checksums import read_object
 from qat_lora.files.gguf_header import ADAPTER, BASE
 from qat_lora.layers.convert import LM_HEAD, lora_layers, merge, quant_layers, tied_embedding
 from qat_lora.layers.experts import siblings_of
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.from_gguf import ggml_type
-from qat_lora.models.load import CausalLM
+from qat_lora.models.load import CausalLM, stored_dtype
 from qat_lora.quant.presets import preset
 
 TABLES = {4.5: ("q4_k", "q4_0"), 6.0: ("q6_k", "q8_0"), 8.0: ("q8_0", "q8_0")}
@@ -48,8 +47,7 @@ def plan(job: ExportJob) -> ExportPlan:
     model = job.student.model
     check_model(job)
     found = {name: to_blocks(layer, job.exact_only) for name, layer in quant_layers(model.module).items()}
-    tables = table_blocks(job)
-    name = display_name(job.name)
+    tables, name = table_blocks(job), display_name(job.name)
 
     def write(out: Path) -> None:
         save_base(model, {**found, **tables}, job.tokenizer, out / BASE, job.dtype, name)
@@ -96,10 +94,8 @@ def table_blocks(job: ExportJob) -> dict[str, Blocks]:
         weight = table.weight.detach()
         rows, width = weight.shape
         if job.embedding_bits not in TABLES:
-            config = read_object(model.folder / "config.json")  # of what is loaded, the type is another
-            stored = str(config.get("dtype") or config.get("torch_dtype"))
-            dense = float_blocks(weight, "bfloat16" if stored.endswith("bfloat16") else "float16")
-            found[name] = dense.measured(weight)
+            dtype = "bfloat16" if stored_dtype(model.folder) == "bfloat16" else "float16"  # loaded, it is another
+            found[name] = float_blocks(weight, dtype).measured(weight)
             continue
         if width % BLOCK:
             raise ConfigError(f"embedding_bits: blocks of {BLOCK} do not divide the width {width}; give 16")
@@ -108,7 +104,8 @@ def table_blocks(job: ExportJob) -> dict[str, Blocks]:
         importance = job.importance() if job.importance and table.weight is lm_head.weight else None
         linear = nn.Linear(width, rows, bias=False, device="meta")
         linear.weight = nn.Parameter(weight, requires_grad=False)
-        held = to_blocks(QuantLinear.from_linear(linear, spec, containers.quantized_table(weight, spec, importance)))
+        rounded = containers.quantized_table(weight, spec, importance, job.quiet)
+        held = to_blocks(QuantLinear.from_linear(linear, spec, rounded))
         assert held is not None
         found[name] = held.measured(weight)
     return found

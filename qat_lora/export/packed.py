@@ -261,7 +261,8 @@ def to_tables(job: ExportJob) -> dict[str, Integers]:
             raise ConfigError(f"embedding_bits: {fault}; give 16")
         spec = QuantSpec(bits=MLX_TABLES[job.embedding_bits], code="asymmetric", sharing="group", group_size=group)
         is_head = table.weight is module.get_output_embeddings().weight
-        quantised = containers.quantized_table(weight, spec, job.importance() if job.importance and is_head else None)
+        importance = job.importance() if job.importance and is_head else None
+        quantised = containers.quantized_table(weight, spec, importance, job.quiet)
         found[name] = containers.affine(quantised.codes_OI, spec, quantised.meaning(spec), group).measured(weight)
     return found
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from toy_pipeline import call, export_options, quantize_options
 
+from qat_lora.commands import export
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError
 from qat_lora.export import containers
@@ -36,11 +37,11 @@ def test_columns_that_count_more_are_kept_better(monkeypatch):
     weight, spec = torch.randn(40, 64), preset("q4_0").spec_for("embedding")
     importance = torch.rand(64) ** 8
     monkeypatch.setattr(containers, "PIECE", 16 * 64)
-    weighted, alike = (quantized_table(weight, spec, given) for given in (importance, None))
+    weighted, alike = (quantized_table(weight, spec, given, True) for given in (importance, None))
     cost = [((q.dense(spec) - weight).double() ** 2 * importance).sum() for q in (weighted, alike)]
     assert cost[0] < 0.9 * cost[1]
     monkeypatch.setattr(containers, "PIECE", 64 * 64)
-    whole = quantized_table(weight, spec, importance)
+    whole = quantized_table(weight, spec, importance, True)
     assert torch.equal(whole.dense(spec), weighted.dense(spec))
 
 
@@ -67,9 +68,26 @@ def test_the_file_holds_the_table_exactly_and_the_result_its_cost(hidden, bits, 
     if hidden == 64 and bits is None:
         spec = preset("q4_0").spec_for("x")
         table = model.module.get_input_embeddings().weight
-        ours = quantized_table(table, spec, head_importance(model, None)).dense(spec)
+        ours = quantized_table(table, spec, head_importance(model, None), True).dense(spec)
         tensor = {t.name: t for t in gguf.GGUFReader(tmp_path / "outFalse" / "base.gguf").tensors}["token_embd.weight"]
         assert torch.equal(torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)), ours)
+
+
+def test_what_a_container_holds_exactly_is_not_copied_to_measure_the_rest(tiny, tmp_path, monkeypatch):
+    seen, measure = [], export.measure
+
+    def spy(model, others, *arguments, **named):
+        seen.extend((model.module, others["rounded"].module))
+        return measure(model, others, *arguments, **named)
+
+    monkeypatch.setattr(export, "measure", spy)
+    student = call("quantize", quantize_options(tiny, tmp_path / "q", preset="q2_0"))
+    options = export_options(student, tmp_path / "out", form="gguf")
+    call("export", options, text=TextConfig(dataset=str(tiny.text)), length=32)
+    ours, theirs = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in seen)
+    assert ours.keys() == theirs.keys() and len(ours) > 30
+    assert {name for name in ours if ours[name].data_ptr() != theirs[name].data_ptr()} == {"model.embed_tokens.weight"}
+    assert seen[1].lm_head.weight is seen[1].model.embed_tokens.weight  # tied as before
 
 
 def test_what_cannot_be_is_refused():

@@ -104,7 +104,7 @@ def test_the_adapter(exported):
 
 
 def job(model, bits, importance=None):
-    return SimpleNamespace(student=SimpleNamespace(model=model), embedding_bits=bits, importance=importance)
+    return SimpleNamespace(student=SimpleNamespace(model=model), embedding_bits=bits, importance=importance, quiet=True)
 
 
 def test_the_embedding_in_its_bits(tiny):
