@@ -67,9 +67,8 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
         module.to("cpu")
         return found
 
-    bits = options.embedding_bits or EMBEDDING_BITS
-    of_form = dtype, options.container_bits, options.exact_only, bits, importance, run.quiet
-    plan = FORMS[options.form].plan(ExportJob(str(options.student), student, adapter, tokenizer, *of_form))
+    of_form = dtype, options.container_bits, options.exact_only, options.embedding_bits or EMBEDDING_BITS, importance
+    plan = FORMS[options.form].plan(ExportJob(str(options.student), student, adapter, tokenizer, *of_form, run.quiet))
     settings = {key: value for key, value in to_dict(options).items() if key not in ("run", "hub")} | {"dtype": dtype}
     settings |= {"weights": student.sha256}
     inputs = [options.student, student.model.folder, adapter, *text_inputs(options.text), options.scores]
@@ -115,7 +114,8 @@ def _text_rows(
         with contextlib.suppress(QatLoraError):  # gone, or another by now: the result says that nothing was measured
             dataset = KDCacheDataset(cache)
             check_fits(dataset, student.model)
-            rows = cached_calibration_rows(dataset, options.eval_rows, seed=0)
+            count = -(-options.eval_rows * options.length // dataset.fingerprint.length)  # as many tokens of it
+            rows = cached_calibration_rows(dataset, count, seed=0)
             return f"{display_name(cache)}, on which it was trained", list(rows)
     return None, []
 

@@ -4,6 +4,7 @@ Everything is read from files of the earlier commands (the run's config.yaml, th
 scores). What cannot be read is called unknown, never guessed. Paths of the machine are cut to their last part.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,17 +45,14 @@ def read_origin(config: Any, adapter: Path | None) -> dict[str, str]:
     quantization: Any = getattr(config, "quantization_config", None) or {}
     plain: dict[str, Any] = quantization.to_dict() if hasattr(quantization, "to_dict") else dict(quantization)
     model, preset = _entry(plain.get("details"), "model", "unknown"), _entry(plain.get("preset"), "name", "none")
-    teacher = data = "unknown"
-    dataset = None
+    origin = {MODEL: display_name(model), "teacher": "unknown", "data of the recovery": "unknown", "preset": preset}
     if cache := cache_of_run(adapter):
-        try:
-            fingerprint = read_manifest(cache).fingerprint
-            teacher, data = display_name(fingerprint.teacher), dataset_in_words(fingerprint.dataset)
-            dataset = _described(fingerprint.dataset)[0].get("dataset")  # a Hub dataset's; files have no name
-        except (ValueError, OSError):
-            pass  # the cache is gone: the card says unknown
-    origin = {MODEL: display_name(model), "teacher": teacher, "data of the recovery": data, "preset": preset}
-    return origin | ({DATASET: str(dataset)} if dataset else {})
+        with contextlib.suppress(ValueError, OSError):  # the cache is gone: the card says unknown
+            held = read_manifest(cache).fingerprint
+            origin |= {"teacher": display_name(held.teacher), "data of the recovery": dataset_in_words(held.dataset)}
+            if dataset := _described(held.dataset)[0].get("dataset"):  # a Hub dataset's; files have no name
+                origin[DATASET] = str(dataset)
+    return origin
 
 
 def cache_of_run(adapter: Path | None) -> str | None:

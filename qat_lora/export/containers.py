@@ -72,10 +72,12 @@ class Container:
 
     def measured(self, weight_OI: Tensor) -> Self:
         """Return the same with its error as the form of a weight."""
-        dense, weight = self.dense(), weight_OI.detach().float()
-        change = torch.linalg.vector_norm(dense - weight.to(dense.device), dtype=torch.float64)
-        whole = torch.linalg.vector_norm(weight, dtype=torch.float64)
-        return replace(self, error=float(change) / max(float(whole), 1e-30))
+        change = whole = 0.0
+        for held, rows in zip(self.dense().split(256), weight_OI.detach().split(256), strict=True):
+            wide = rows.to(held.device, torch.float64)
+            change += float((held - wide).square().sum())
+            whole += float(wide.square().sum())
+        return replace(self, error=math.sqrt(change / max(whole, 1e-60)))
 
 
 @dataclass(frozen=True)
@@ -292,8 +294,8 @@ class Blocks(Container):
         return float(8 * size / weights)
 
 
-def to_blocks(layer: QuantLinear, exact_only: bool = False) -> Blocks | None:
-    """Return a layer in the smallest type that is exact, else rounded to Q4_0; None where no type may hold it."""
+def to_blocks(layer: QuantLinear, exact_only: bool = False, weight_OI: Tensor | None = None) -> Blocks | None:
+    """Return a layer in the smallest exact type, else rounded to Q4_0, None: no type may; the error is of a weight."""
     spec, needed = layer.spec, needed_bits(layer.spec)
     if kind := K_QUANTS.get((spec.code, spec.bits, spec.group_size, spec.step_bits)):
         found = Blocks(kind, k_quant(kind, layer))
@@ -304,7 +306,7 @@ def to_blocks(layer: QuantLinear, exact_only: bool = False) -> Blocks | None:
         if integers.group_size % BLOCK:
             return None
         found = plain_blocks(integers, spec.code == "integer" and spec.bits == 2)
-    return found.measured(layer.weight)
+    return found.measured(layer.weight if weight_OI is None else weight_OI)
 
 
 def float_blocks(weight: Tensor, dtype: str, label: str = "embedding") -> Blocks:
