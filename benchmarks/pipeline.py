@@ -111,6 +111,7 @@ def operations(shape: Shape, solvers: int) -> dict[str, int]:
     """Return what each phase computes, from shapes; `solvers` is what `quantize --dry-run` counts."""
     cached, calibrated = (shape.rows + 2) * shape.length, shape.calibration_rows * shape.length
     trained, scored = shape.steps * shape.batch * shape.length, max(2, shape.rows // 10) * shape.length
+    exported = min(4096, shape.rows * shape.length)  # 16 rows of 256 tokens, or as many of the cache's
     kv, wide = shape.kv_heads * shape.head_dim, shape.heads * shape.head_dim
     # Fisher: forward, once more in the backward pass, gradients of activations; logits and their gradients.
     fisher = shape.forward(calibrated, 3, logits=False) + 2 * calibrated * (
@@ -127,6 +128,8 @@ def operations(shape: Shape, solvers: int) -> dict[str, int]:
         # frozen but whose scales' gradients are sums of them. The frozen head: logits once, gradients of activations.
         "recover": shape.forward(trained, 4, logits=False) + 4 * trained * shape.vocab * shape.hidden,
         "eval": shape.forward(scored, 2),
+        # What the head reads, then the student and what the container holds, to score the rounding of the embedding.
+        "export": shape.forward(exported, 3, logits=False) + 4 * exported * shape.vocab * shape.hidden,
     }
 
 
