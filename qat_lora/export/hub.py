@@ -75,8 +75,7 @@ def files_to_upload(folder: Path) -> dict[str, int]:
         if path.name.startswith(".") or path.name in OURS:
             continue
         if _is_pickle(path):
-            why = "may be pickled and run code when it is read"
-            raise ModelError(f"folder: {name} {why}; only safetensors and gguf go")
+            raise ModelError(f"folder: {name} may be pickled and run code when read; only safetensors and gguf go")
         if path.suffix in WEIGHTS + TEXTS or path.name in SENT:
             found[name] = path.stat().st_size
     if not any(name.endswith(WEIGHTS) for name in found):

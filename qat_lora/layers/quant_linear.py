@@ -174,6 +174,7 @@ class QuantLinear(nn.Linear):
 
     codes: Tensor
     zeros: Tensor
+    _is_hf_initialized = True  # transformers would form every weight twice, to draw it anew
 
     def __init__(
         self, in_features: int, out_features: int, spec: QuantSpec, *, bias: bool = False, device: Any = None

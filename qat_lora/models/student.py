@@ -92,8 +92,7 @@ def open_student(
         adapters.load_engine_adapter(model, beside)
     bits, sha256 = None, checkpoint_sha256(model.folder)
     if quant_layers(model.module):
-        key = "with_adapter" if lora_layers(model.module) else "base"
-        bits = bits_per_weight(model.module)[key]
+        bits = bits_per_weight(model.module)["with_adapter" if lora_layers(model.module) else "base"]
         prepare_base(model.module, train_scales=False, dtype=model.module.dtype)
     model.module.requires_grad_(False)
     if whole := adapter or beside:

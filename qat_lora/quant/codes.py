@@ -9,6 +9,8 @@ Packed codes are a little-endian bit stream, each row padded to a whole byte: co
 i*b .. i*b+b-1, lowest bit first. It holds any width from 1 to 8 without waste, also 3 bits.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -110,17 +112,17 @@ def packed_width(count: int, bits: int) -> int:
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack uint8 codes [O, I] into bytes [O, ceil(I * bits / 8)]."""
-    rows, count = codes.shape
-    stream = (codes[..., None] >> torch.arange(bits, dtype=torch.uint8, device=codes.device)) & 1
-    stream = torch.nn.functional.pad(stream.reshape(rows, count * bits), (0, -count * bits % 8))
-    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=codes.device)
-    return (stream.reshape(rows, -1, 8) * weights).sum(-1, dtype=torch.uint8)
+    rows, unit = len(codes), math.gcd(bits, 8)  # bits that lie in one byte
+    stream = (codes[..., None] >> torch.arange(0, bits, unit, dtype=torch.uint8, device=codes.device)) & (2**unit - 1)
+    stream = stream.reshape(rows, -1)
+    stream = torch.nn.functional.pad(stream, (0, -stream.shape[1] % (8 // unit))).reshape(rows, -1, 8 // unit)
+    return (stream * 2 ** torch.arange(0, 8, unit, dtype=torch.uint8, device=codes.device)).sum(-1, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """Unpack bytes [O, ceil(I * bits / 8)] into uint8 codes [O, I]."""
-    rows = packed.shape[0]
-    stream = (packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
-    stream = stream.reshape(rows, -1)[:, : count * bits].reshape(rows, count, bits)
-    weights = 2 ** torch.arange(bits, dtype=torch.uint8, device=packed.device)
+    rows, unit = len(packed), math.gcd(bits, 8)
+    stream = (packed[..., None] >> torch.arange(0, 8, unit, dtype=torch.uint8, device=packed.device)) & (2**unit - 1)
+    stream = stream.reshape(rows, -1)[:, : count * bits // unit].reshape(rows, count, bits // unit)
+    weights = 2 ** torch.arange(0, bits, unit, dtype=torch.uint8, device=packed.device)
     return (stream * weights).sum(-1, dtype=torch.uint8)

@@ -133,8 +133,7 @@ def prepare(
         raise ConfigError(f"loss_walk: kernel {needs}; give auto, positions or vocabulary")
     arrays = dataset.rows([0])
     if objective.kd_weight > 0:
-        name = choose_estimator(objective, arrays)
-        objective = replace(objective, estimator=name)
+        objective = replace(objective, estimator=choose_estimator(objective, arrays))
     teacher_lm_head = anchor = None
     no_topk = isinstance(dataset, KDCacheDataset) and not dataset.k  # then evaluations need the teacher's output head
     if (no_topk and "entropy" not in arrays) or (objective.kd_weight > 0 and objective.estimator == "full"):

@@ -16,6 +16,7 @@ from qat_lora.errors import ModelError
 from qat_lora.files.checksums import checkpoint_sha256, seal
 from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import prepare_base, quant_layers
+from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.copies import copy_tokenizer, save_with_tensors
 from qat_lora.models.load import (
     load_model,
@@ -379,6 +380,16 @@ def test_biases_and_kept_layers_survive(tiny, tmp_path):
     save_quantised(model, tmp_path / "q", chosen, {})
     again = load_model(str(tmp_path / "q"))
     assert torch.equal(logits_of(again), logits_of(model)) and len(quant_layers(again.module)) == 14
+
+
+def test_loading_forms_no_weight_and_draws_none(quantised, monkeypatch):
+    """transformers initialises every linear layer that it does not know to be loaded: 12 s at 0.6 B."""
+    formed = []
+    monkeypatch.setattr(QuantLinear, "effective", lambda layer: formed.append(layer) or torch.zeros(1))
+    before = torch.get_rng_state()
+    model = load_model(str(quantised))
+    assert len(quant_layers(model.module)) == 14 and not formed
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_overrides_and_a_quantised_head_survive(tiny, tmp_path):
