@@ -168,8 +168,7 @@ _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # what othe
 def nearest(key: str, cls: type) -> list[tuple[str, ...]]:
     """Return the paths of the three settings whose names or aliases are nearest to a word."""
     paths = {name: leaf.path for leaf in leaves(cls) for name in leaf.names}
-    word = key.rpartition(".")[2].replace("-", "_")
-    near = difflib.get_close_matches(word, paths, n=9, cutoff=0)
+    near = difflib.get_close_matches(key.rpartition(".")[2].replace("-", "_"), paths, n=9, cutoff=0)
     return list(dict.fromkeys(paths[name] for name in near))[:3]
 
 

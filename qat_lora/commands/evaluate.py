@@ -24,6 +24,7 @@ from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import write_text
 from qat_lora.files.gguf_header import ADAPTER, GGUF
+from qat_lora.layers.calibrate.upcast import upcast
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, tokenizer_sha256
 from qat_lora.models.student import Student, open_student, stored_sizes
 from qat_lora.options import EvalOptions
@@ -38,7 +39,11 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     """Score models side by side on held-out text; write scores and report card; return the scores by model."""
     run = options.run
     manager = check_tasks(options.harness) if options.harness.tasks else None
-    teacher = load_model(str(options.teacher), options.hub, run.dtype)
+    teacher = load_model(str(options.teacher), options.hub, "stored" if run.dtype == "float32" else run.dtype)
+    if run.dtype == "float32":  # in half the memory, but for what every piece of the logits reads
+        upcast(teacher.module)
+        for table in (teacher.module.get_input_embeddings(), teacher.module.get_output_embeddings()):
+            table.float()
     fits_positions(teacher, _length(options))
     written, positions = options.health.prompt_tokens + options.health.generate_tokens, teacher.max_positions
     if options.health.generate and positions is not None and written > positions:

@@ -179,8 +179,7 @@ def with_integers(module: nn.Module, found: Mapping[str, Container]) -> nn.Modul
             continue
         dense = dense_linear(layers[name])
         dense.weight.data = integers.dense().to(dense.weight.dtype)
-        path = name if module.get_submodule(name) is layers[name] else f"{name}.base"
-        module.set_submodule(path, dense)
+        module.set_submodule(name if module.get_submodule(name) is layers[name] else f"{name}.base", dense)
     return module
 
 

@@ -24,8 +24,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     for name, tensor in tensors.items():
         if tensor.dtype not in _CHECKED or tensor.is_meta or not tensor.numel():
             continue
-        ends = torch.stack(torch.aminmax(tensor.detach()))
-        if not bool(ends.isfinite().all()):
+        if not bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all()):
             bad = int((~tensor.detach().isfinite()).sum())
             return f"{name} is NaN or infinite in {bad} of {tensor.numel()} places"
     return None

@@ -177,8 +177,7 @@ def start_near(weight_OI: Tensor, codes_OI: Tensor, scale_OI: Tensor, book: Tens
     below = torch.cat([gaps.new_full((1,), torch.inf), gaps])[codes] * (1 - MARGIN)
     above = torch.cat([gaps, gaps.new_full((1,), torch.inf)])[codes] * (1 - MARGIN)
     centre = book[codes]
-    position = (weight_OI.float() / scale).clamp(centre - below, centre + above)
-    return position * scale
+    return (weight_OI.float() / scale).clamp(centre - below, centre + above) * scale
 
 
 class LookUp(torch.autograd.Function):

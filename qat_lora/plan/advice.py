@@ -62,8 +62,7 @@ def memory_warning(command: Command, options: Any, free: int | None) -> str:
     A system ends such a process without a word. Models whose files take less than 1 % of what is free are not planned.
     """
     folder = Path(getattr(options, "checkpoint", None) or getattr(options, "model", None) or "missing").expanduser()
-    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if free is None or 100 * stored < free:
+    if free is None or 100 * sum(file.stat().st_size for file in folder.glob("*.safetensors")) < free:
         return ""
     try:
         needs: Requirements = command.load("plan")(options).requirements

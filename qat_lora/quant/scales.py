@@ -107,8 +107,7 @@ def expand(scales: Scales, group_size: int | None, out_features: int, in_feature
     if scale.shape[1] == 1:
         return scale
     assert group_size is not None
-    wide = scale[:, :, None].expand(-1, -1, group_size).reshape(scale.shape[0], -1)
-    return wide[:, :in_features]
+    return scale[:, :, None].expand(-1, -1, group_size).reshape(scale.shape[0], -1)[:, :in_features]
 
 
 def grouped(weight_OI: Tensor, spec: QuantSpec) -> Tensor:

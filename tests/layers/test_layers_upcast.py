@@ -1,13 +1,18 @@
 """A model that keeps its weights as they are stored computes what the whole model in float32 computes."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
-from toy_pipeline import call, quantize_options
+from toy_pipeline import call, part, quantize_options
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
+from qat_lora.data.sources import TextConfig
 from qat_lora.layers.calibrate.upcast import UpcastEmbedding, UpcastLinear, upcast
+from qat_lora.models.copies import copy_tokenizer
 from qat_lora.models.load import load_model
+from qat_lora.options import EvalOptions
 
 IDS = torch.arange(3, 35).reshape(2, 16)
 
@@ -40,6 +45,30 @@ def test_outputs_and_gradients_are_those_of_the_model_in_float32(half):
         seen.append((logits, embeddings.grad))
     for logits, gradient in seen[1:]:
         assert torch.equal(seen[0][0], logits) and torch.equal(seen[0][1], gradient)
+
+
+def test_the_scale_of_gemmas_embedding_is_not_rounded(tiny, tmp_path):
+    settings = {"vocab_size": 320, "hidden_size": 40, "intermediate_size": 48, "num_hidden_layers": 2}
+    settings |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**settings, initializer_range=0.3))
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    copy_tokenizer(tiny.teacher, tmp_path)
+    wide, whole = load_model(str(tmp_path), dtype="stored").module, load_model(str(tmp_path)).module
+    upcast(wide)
+    with torch.no_grad():
+        assert torch.equal(wide(IDS).logits, whole(IDS).logits)
+
+
+def test_scores_are_those_of_a_teacher_in_float32(half, tiny, tmp_path):
+    """An evaluation keeps a bfloat16 teacher's layers in their files."""
+    student = call("quantize", quantize_options(tiny, tmp_path / "q", model=str(half / "float32"), preset="w2g64"))
+    found = []
+    for name in ("bfloat16", "float32"):
+        options = EvalOptions(teacher=str(half / name), students=(str(student),), text=TextConfig(str(tiny.text)))
+        out = part(tmp_path / name)
+        found.append(call("evaluate", replace(options, length=32, eval_rows=4, run=out)))
+    ours, theirs = found
+    assert ours["q"] == theirs["q"] and ours["teacher"]["nll"] == theirs["teacher"]["nll"]
 
 
 def test_no_wide_weight_outlives_its_product():

@@ -95,8 +95,7 @@ def _runs(ids_BL: np.ndarray, starts_BL: np.ndarray, run: int) -> tuple[np.ndarr
     hashes = np.zeros((len(ids_BL), width), np.uint64)
     for offset in range(run if width else 0):
         hashes = hashes * _MULTIPLIER + mixed_BL[:, offset : offset + width]
-    last = document_BL[:, run - 1 : run - 1 + width]
-    return hashes, document_BL[:, :width] == last
+    return hashes, document_BL[:, :width] == document_BL[:, run - 1 : run - 1 + width]
 
 
 def _cache_rows(place: Location, manifest: Manifest) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -54,6 +54,8 @@ def upcast(model: nn.Module) -> None:
         else:
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.float()
+            if (scale := getattr(module, "scalar_embed_scale", None)) is not None:  # Gemma's, which was rounded
+                module.embed_scale = torch.tensor(scale)
 
 
 def computing_dtype(model: Any) -> torch.dtype:
