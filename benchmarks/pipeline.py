@@ -9,8 +9,8 @@ Phases are the commands that a user types, each in a process of its own, sampled
 `file` what of mapped files was in memory, which the system may drop. Operations are counted from shapes (`operations`);
 elementwise work and the solvers' searches are not among them but for `quantize`, whose solvers `--dry-run` counts.
 Times that are compared are those of the processor, of all threads together, and the rate is that of one thread: other
-programs on the machine do not change them much. With `--kill` every phase runs a second time, is killed (SIGKILL) half
-way and started again; `same` says that its files have the same bytes then.
+programs on the machine do not change them much. With `--kill` every phase, or those named, runs a second time, is
+killed (SIGKILL) half way and started again; `same` says that its files have the same bytes then.
 
     python benchmarks/pipeline.py --shape 0.6b --text DIR --work DIR --machine "two cores of ..." --out FILE
 
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for the model and all results; 10 GB at 0.6 B")
     parser.add_argument("--init", default="descent", help="of the codes: as in `quantize`")
     parser.add_argument("--steps", type=int, help="training steps; default: the shape's")
-    parser.add_argument("--kill", action="store_true", help="run every phase once more, killed half way")
+    parser.add_argument("--kill", nargs="*", help="run these phases, or all, once more, killed half way")
     parser.add_argument("--machine", default=platform.machine(), help="named in the result")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the result")
     arguments = parser.parse_args()
@@ -291,7 +291,8 @@ def main() -> None:
                 ratio = found["cpu_s"] / (counted / per_s)
                 found |= {"operations": counted, "ratio": round(ratio, 2), "holds": ratio <= ALLOWED}
             result["phases"][name] = found
-        if arguments.kill and "--out" in order and "killed" not in found:
+        to_kill = arguments.kill is not None and name in (arguments.kill or commands)
+        if to_kill and "--out" in order and "killed" not in found:
             found["killed"] = killed(order, folder, found, work)
         print(name, json.dumps(found), flush=True)
         result["peak_own_gib"] = max(phase["own_gib"] for phase in result["phases"].values())
