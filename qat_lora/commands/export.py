@@ -158,8 +158,12 @@ def _rounding_kl(
 ) -> dict[str, Any]:
     """Return the mean KL(student || what the container holds), adapter on both sides, in nats."""
     module, changed = model.module, {name: held for name, held in found.items() if held is not None and held.error}
-    tables = {id(p) for name, p in module.named_parameters() if name.removesuffix(".weight") in changed}
-    shared = {id(x): x for x in (*module.parameters(), *module.buffers()) if id(x) not in tables}  # are not copied
+    shared = {id(x): x for x in (*module.parameters(), *module.buffers())}  # are not copied
+    for name, table in module.named_parameters():
+        if held := changed.pop(name.removesuffix(".weight"), None):
+            shared[id(table)] = new = copy.deepcopy(table)
+            for rows in (slice(i, i + 4096) for i in range(0, len(new), 4096)):
+                new.data[rows] = held.dense(rows)
     rounded = replace(model, module=with_integers(copy.deepcopy(module, shared), changed))
     for placed in (model, rounded):
         runtime.place(placed.module)

@@ -66,16 +66,16 @@ class Container:
         """Bits of all that is stored, over the weights."""
         raise NotImplementedError
 
-    def dense(self) -> Tensor:
-        """Return what it decodes to, float32 [O, I]."""
+    def dense(self, rows: slice = slice(None)) -> Tensor:
+        """Return what it decodes to, or some rows of that, float32 [O, I]."""
         raise NotImplementedError
 
     def measured(self, weight_OI: Tensor) -> Self:
         """Return the same with its error as the form of a weight."""
         change = whole = 0.0
-        for held, rows in zip(self.dense().split(256), weight_OI.detach().split(256), strict=True):
-            wide = rows.to(held.device, torch.float64)
-            change += float((held - wide).square().sum())
+        for rows in (slice(i, i + 256) for i in range(0, len(weight_OI), 256)):
+            held, wide = self.dense(rows), weight_OI[rows].detach().double()
+            change += float((held.to(wide) - wide).square().sum())
             whole += float(wide.square().sum())
         return replace(self, error=math.sqrt(change / max(whole, 1e-60)))
 
@@ -90,10 +90,11 @@ class Integers(Container):
     bits: int
     biases_OG: Tensor | None = None  # float32 numbers that float16 holds, added after
 
-    def dense(self) -> Tensor:
-        """Return the weight, float32 [O, I]."""
-        weight = self.codes_OI.float() * self.steps_OG.repeat_interleave(self.group_size, dim=1)
-        return weight if self.biases_OG is None else weight + self.biases_OG.repeat_interleave(self.group_size, dim=1)
+    def dense(self, rows: slice = slice(None)) -> Tensor:
+        """Return the weight, or some of its rows, float32 [O, I]."""
+        size, steps = self.group_size, self.steps_OG[rows]
+        weight = self.codes_OI[rows].float() * steps.repeat_interleave(size, dim=1)
+        return weight if self.biases_OG is None else weight + self.biases_OG[rows].repeat_interleave(size, dim=1)
 
     @property
     def bits_per_weight(self) -> float:
@@ -171,12 +172,9 @@ def affine(codes_OI: Tensor, spec: QuantSpec, meaning: Meaning, group: int) -> I
 
 
 def with_integers(module: nn.Module, found: Mapping[str, Container]) -> nn.Module:
-    """Give a model, in place, the weights of a container; layers become dense, tables stay tied."""
+    """Give quantised layers of a model, in place, the weights of a container; they become dense."""
     layers = quant_layers(module)
     for name, integers in found.items():
-        if name not in layers:
-            module.get_parameter(f"{name}.weight").data.copy_(integers.dense())
-            continue
         dense = dense_linear(layers[name])
         dense.weight.data = integers.dense().to(dense.weight.dtype)
         module.set_submodule(name if module.get_submodule(name) is layers[name] else f"{name}.base", dense)
@@ -282,9 +280,9 @@ class Blocks(Container):
     kind: str
     data: np.ndarray  # uint8 [O, bytes of a row]
 
-    def dense(self) -> Tensor:
-        """Return the weight as the gguf library decodes it, float32 [O, I]."""
-        return torch.from_numpy(require("gguf", "export").dequantize(self.data, ggml_type(self.kind)))
+    def dense(self, rows: slice = slice(None)) -> Tensor:
+        """Return the weight as the gguf library decodes it, or some of its rows, float32 [O, I]."""
+        return torch.from_numpy(require("gguf", "export").dequantize(self.data[rows], ggml_type(self.kind)))
 
     @property
     def bits_per_weight(self) -> float:

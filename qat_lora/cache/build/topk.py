@@ -122,8 +122,7 @@ def draw_weighted(weights_NV: Tensor, uniforms_ND2: Tensor) -> Tensor:
     masses_NG = blocks_NGS.sum(-1)
     block_ND = _invert(masses_NG.cumsum(-1)[:, None], uniforms_ND2[..., 0])
     chosen_NDS = blocks_NGS.gather(1, block_ND[..., None].expand(-1, -1, width))
-    token_ND = _invert(chosen_NDS.cumsum(-1), uniforms_ND2[..., 1])
-    drawn_ND = block_ND * width + token_ND
+    drawn_ND = block_ND * width + _invert(chosen_NDS.cumsum(-1), uniforms_ND2[..., 1])
     return torch.where(masses_NG.sum(-1, keepdim=True) > 0, drawn_ND, 0).to(torch.int32)
 
 

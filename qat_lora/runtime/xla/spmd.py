@@ -170,8 +170,7 @@ def _frozen_tensors(module: torch.nn.Module) -> list[tuple[torch.Tensor, bool]]:
     """Return what does not train, parameters, buffers and plain attributes, and whether it is a stack of layers'."""
     found: dict[int, tuple[torch.Tensor, bool]] = {}
     for owner in module.modules():
-        held = [*owner._parameters.values(), *owner._buffers.values(), *vars(owner).values()]
-        for tensor in held:
+        for tensor in [*owner._parameters.values(), *owner._buffers.values(), *vars(owner).values()]:
             if isinstance(tensor, torch.Tensor) and not tensor.requires_grad and tensor.device.type == "xla":
                 found[id(tensor)] = tensor, getattr(owner, "is_stack", False)
     return list(found.values())
