@@ -152,18 +152,20 @@ def refine(
 
 def _refined(
     now: QuantizedWeight, slope_RI: Tensor, spec: QuantSpec, moment: Tensor, rounds: int
-) -> tuple[QuantizedWeight, Tensor]:
-    """Return a weight after rounds, and the slope there, from `slope_of` what it shall be."""
+) -> tuple[QuantizedWeight, Tensor, Tensor]:
+    """Return a weight after rounds, what it changed by, and the slope there, from `slope_of` what it shall be."""
     grid = now.grid(spec, torch.float32)
     levels = () if spec.sharing == "lowrank" else ("scales", "whole") if spec.step_bits else ("scales",)
+    dense = start = grid.dense(now.codes_OI)
     for _ in range(rounds):
         for level in levels:
-            before, now = grid.dense(now.codes_OI), _refitted(now, spec, level, slope_RI, moment)
+            before, now = dense, _refitted(now, spec, level, slope_RI, moment)
             grid = now.grid(spec, torch.float32)
-            slope_RI = slope_RI + slope_of(before, grid.dense(now.codes_OI), moment)
+            dense = grid.dense(now.codes_OI)
+            slope_RI = slope_RI + slope_of(before, dense, moment)
         codes, slope_RI = descend(slope_RI, moment, grid, now.codes_OI)
-        now = now._replace(codes_OI=codes)
-    return now, slope_RI
+        now, dense = now._replace(codes_OI=codes), grid.dense(codes)
+    return now, dense - start, slope_RI
 
 
 def _parts(weight_RI: Tensor, spec: QuantSpec, curvature: Curvature) -> int:
@@ -286,11 +288,9 @@ def _moved(
     fixed = int(spec.sharing == "lowrank")  # whose second factor has no rows of these
     before = now.changed(lambda x: x.unflatten(0, (layers, -1)).index_select(1, group).flatten(0, 1), fixed=fixed)
     start_LGI = pull_LGI / own_LGG.diagonal(dim1=1, dim2=2)[..., None]
-    after, end = _refined(before, start_LGI.flatten(0, 1), spec, moment_LII, 1)
-    change_LGI = (after.dense(spec) - before.dense(spec)).unflatten(0, (layers, -1))
-    fall_LGI = start_LGI - end.unflatten(0, (layers, -1))
-    raised_L = ((own_LGG @ change_LGI) * fall_LGI - 2 * pull_LGI * change_LGI).sum((1, 2))
-    falls_L11 = (raised_L < 0)[:, None, None]
+    after, change, end = _refined(before, start_LGI.flatten(0, 1), spec, moment_LII, 1)
+    change_LGI, fall_LGI = change.unflatten(0, (layers, -1)), start_LGI - end.unflatten(0, (layers, -1))
+    falls_L11 = (((own_LGG @ change_LGI) * fall_LGI - 2 * pull_LGI * change_LGI).sum((1, 2)) < 0)[:, None, None]
 
     def put(x: Tensor, *ways: Tensor) -> Tensor:
         new, old = (part.unflatten(0, (layers, -1)) for part in ways)
