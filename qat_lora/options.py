@@ -213,7 +213,7 @@ class RecoverOptions:
         if self.float32_for and self.run.dtype == "bfloat16":
             raise ConfigError(f"{self.float32_for}: needs float32 weights; leave out --dtype {self.run.dtype}")
         if self.blockwise and not (self.uses_cache and self.checkpoint and self.model):
-            raise ConfigError("blockwise: needs --kd-cache-dir, --checkpoint, and as --model what that was made from")
+            raise ConfigError("blockwise: needs --kd-cache-dir, --checkpoint and its full-precision model as --model")
         if self.blockwise and self.train_norms:
             raise ConfigError("train_norms: --blockwise trains no norms; leave one of the two out")
 
