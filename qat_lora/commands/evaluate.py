@@ -40,7 +40,7 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     run = options.run
     manager = check_tasks(options.harness) if options.harness.tasks else None
     teacher = load_model(str(options.teacher), options.hub, "stored" if run.dtype == "float32" else run.dtype)
-    if run.dtype == "float32":  # in half the memory, but for what every piece of the logits reads
+    if run.dtype == "float32":  # the same numbers; embedding and head serve every piece of the logits
         upcast(teacher.module)
         for table in (teacher.module.get_input_embeddings(), teacher.module.get_output_embeddings()):
             table.float()

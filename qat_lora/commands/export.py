@@ -5,7 +5,6 @@ name and moved in, last those without which nothing loads: a kill never leaves h
 """
 
 import contextlib
-import copy
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +20,7 @@ from qat_lora.errors import ConfigError, QatLoraError
 from qat_lora.evaluate.report import save_json
 from qat_lora.evaluate.score import measure
 from qat_lora.export.card import Card, cache_of_run, labelled, model_card, read_origin, read_scores
-from qat_lora.export.containers import Container, head_importance, with_integers
+from qat_lora.export.containers import Container, head_importance, with_containers
 from qat_lora.export.forms import FORMS, SEEING, ExportJob, ExportPlan, display_name, usage
 from qat_lora.export.hub import check_repo, files_to_upload, upload, upload_summary
 from qat_lora.files import outputs
@@ -114,7 +113,7 @@ def _text_rows(
         with contextlib.suppress(QatLoraError):  # gone, or another by now: the result says that nothing was measured
             dataset = KDCacheDataset(cache)
             check_fits(dataset, student.model)
-            count = -(-options.eval_rows * options.length // dataset.fingerprint.length)  # as many tokens of it
+            count = -(-options.eval_rows * options.length // dataset.fingerprint.length)  # as many tokens as of text
             rows = cached_calibration_rows(dataset, count, seed=0)
             return f"{display_name(cache)}, on which it was trained", list(rows)
     return None, []
@@ -157,14 +156,7 @@ def _rounding_kl(
     model: CausalLM, found: Mapping[str, Container | None], batches: list[Batch], quiet: bool, runtime: Runtime
 ) -> dict[str, Any]:
     """Return the mean KL(student || what the container holds), adapter on both sides, in nats."""
-    module, changed = model.module, {name: held for name, held in found.items() if held is not None and held.error}
-    shared = {id(x): x for x in (*module.parameters(), *module.buffers())}  # are not copied
-    for name, table in module.named_parameters():
-        if held := changed.pop(name.removesuffix(".weight"), None):
-            shared[id(table)] = new = copy.deepcopy(table)
-            for rows in (slice(i, i + 4096) for i in range(0, len(new), 4096)):
-                new.data[rows] = held.dense(rows)
-    rounded = replace(model, module=with_integers(copy.deepcopy(module, shared), changed))
+    rounded = replace(model, module=with_containers(model.module, found))
     for placed in (model, rounded):
         runtime.place(placed.module)
     fed, piece_bytes = runtime.feed(batches), runtime.piece_bytes

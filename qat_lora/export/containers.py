@@ -21,6 +21,7 @@ vector units.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -171,12 +172,19 @@ def affine(codes_OI: Tensor, spec: QuantSpec, meaning: Meaning, group: int) -> I
     return Integers(codes_OI, scale.half().float(), group, spec.bits, biases_OG=bias.half().float())
 
 
-def with_integers(module: nn.Module, found: Mapping[str, Container]) -> nn.Module:
-    """Give quantised layers of a model, in place, the weights of a container; they become dense."""
-    layers = quant_layers(module)
-    for name, integers in found.items():
+def with_containers(module: nn.Module, found: Mapping[str, Container | None]) -> nn.Module:
+    """Return a model with the weights of the containers that are not exact; all other tensors are the given model's."""
+    rounded = {name: held for name, held in found.items() if held is not None and held.error}
+    shared = {id(x): x for x in (*module.parameters(), *module.buffers())}  # what `deepcopy` takes for copied
+    for name, table in module.named_parameters():
+        if held := rounded.pop(name.removesuffix(".weight"), None):
+            shared[id(table)] = new = copy.deepcopy(table)
+            for rows in (slice(i, i + 4096) for i in range(0, len(new), 4096)):
+                new.data[rows] = held.dense(rows)
+    layers = quant_layers(module := copy.deepcopy(module, shared))
+    for name, held in rounded.items():
         dense = dense_linear(layers[name])
-        dense.weight.data = integers.dense().to(dense.weight.dtype)
+        dense.weight.data = held.dense().to(dense.weight.dtype)
         module.set_submodule(name if module.get_submodule(name) is layers[name] else f"{name}.base", dense)
     return module
 
@@ -291,8 +299,8 @@ class Blocks(Container):
         return float(8 * size / weights)
 
 
-def to_blocks(layer: QuantLinear, exact_only: bool = False, weight_OI: Tensor | None = None) -> Blocks | None:
-    """Return a layer in the smallest exact type, else rounded to Q4_0, None: no type may; the error is of a weight."""
+def to_blocks(layer: QuantLinear, exact_only: bool = False, origin_OI: Tensor | None = None) -> Blocks | None:
+    """Return a layer in the smallest exact type, else rounded to Q4_0; None: no type may. Errors are of `origin_OI`."""
     spec, needed = layer.spec, needed_bits(layer.spec)
     if kind := K_QUANTS.get((spec.code, spec.bits, spec.group_size, spec.step_bits)):
         found = Blocks(kind, k_quant(kind, layer))
@@ -303,7 +311,7 @@ def to_blocks(layer: QuantLinear, exact_only: bool = False, weight_OI: Tensor | 
         if integers.group_size % BLOCK:
             return None
         found = plain_blocks(integers, spec.code == "integer" and spec.bits == 2)
-    return found.measured(layer.weight if weight_OI is None else weight_OI)
+    return found.measured(layer.weight if origin_OI is None else origin_OI)
 
 
 def float_blocks(weight: Tensor, dtype: str, label: str = "embedding") -> Blocks:

@@ -105,7 +105,7 @@ def table_blocks(job: ExportJob) -> dict[str, Blocks]:
         linear = nn.Linear(width, rows, bias=False, device="meta")
         linear.weight = nn.Parameter(weight, requires_grad=False)
         rounded = containers.quantized_table(weight, spec, importance, job.quiet)
-        held = to_blocks(QuantLinear.from_linear(linear, spec, rounded), weight_OI=weight)
+        held = to_blocks(QuantLinear.from_linear(linear, spec, rounded), origin_OI=weight)
         assert held is not None
         found[name] = held
     return found

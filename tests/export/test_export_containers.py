@@ -1,13 +1,14 @@
 """Integers and steps: the same weight where that is said, against plain float64 arithmetic on odd shapes."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError
-from qat_lora.export.containers import as_integers, needed_bits, other_tensors, with_integers
+from qat_lora.export.containers import as_integers, needed_bits, other_tensors, with_containers
 from qat_lora.export.packed import container_notes, to_integers
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.quant.initialize import quantize_weight
@@ -80,7 +81,7 @@ def test_other_codes_are_rounded_not_misread():
     assert 0 < found.error < 0.2
 
 
-def test_a_model_with_them_in_place():
+def test_a_model_with_those_that_are_not_exact():
     model = nn.Module()
     model.up, model.plain = layer(group(2, "half", 8), bias=True), nn.Linear(3, 3)
     x = torch.randn(2, 24)
@@ -94,5 +95,7 @@ def test_a_model_with_them_in_place():
         "checked with transformers and the compressed-tensors schema; not run in vLLM"
     ]
     assert math.isclose(found["up"].bits_per_weight, 4 + 16 / 8)
-    with_integers(model, found)
-    assert type(model.up) is nn.Linear and torch.equal(model.up(x), before)
+    assert type(with_containers(model, found).up) is QuantLinear
+    rounded = with_containers(model, {"up": replace(found["up"], error=0.1)})
+    assert type(rounded.up) is nn.Linear and torch.equal(rounded.up(x), before)
+    assert type(model.up) is QuantLinear and rounded.plain.weight is model.plain.weight
