@@ -93,7 +93,8 @@ def phases(shape: Shape, text: str, work: Path, init: str) -> dict[str, tuple[li
     quantize += ["--calibration-rows", str(shape.calibration_rows), "--init", init]
     quantize += ["--start-rank", "0"] if init == "absmax" else []  # which has no text to fit it to
     recover = ["recover", "--checkpoint", f"{work}/student", "--kd-cache-dir", f"{work}/cache", "--train-scales"]
-    recover += ["--max-steps", str(shape.steps), "--batch-size", str(shape.batch), "--lr", "3e-4", "--save-steps", "5"]
+    recover += ["--max-steps", str(shape.steps), "--batch-size", str(shape.batch), "--lr", "3e-4"]
+    recover += ["--save-steps", str(max(1, shape.steps // 4))]
     recover += ["--gradient-checkpointing"]  # without it the activations of 4 x 1,024 tokens take 20 GB
     score = ["eval", "--teacher", f"{work}/teacher", "--students", f"{work}/run", "--dataset", text, *size]
     score += ["--eval-rows", str(max(2, shape.rows // 10)), "--batch-size", "2"]
@@ -249,12 +250,13 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for the model and all results; 10 GB at 0.6 B")
     parser.add_argument("--init", default="descent", help="of the codes: as in `quantize`")
     parser.add_argument("--steps", type=int, help="training steps; default: the shape's")
+    parser.add_argument("--rows", type=int, help="rows of the cache; default: the shape's")
     parser.add_argument("--kill", nargs="*", help="run these phases, or all, once more, killed half way")
     parser.add_argument("--machine", default=platform.machine(), help="named in the result")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the result")
     arguments = parser.parse_args()
     shape, work = SHAPES[arguments.shape], arguments.work.resolve()
-    shape = shape._replace(steps=arguments.steps or shape.steps)
+    shape = shape._replace(steps=arguments.steps or shape.steps, rows=arguments.rows or shape.rows)
     work.mkdir(parents=True, exist_ok=True)
     checkpoint = make_teacher(shape, arguments.text, work / "teacher")
     result: dict[str, Any] = {
@@ -298,6 +300,8 @@ def main() -> None:
         result["peak_own_gib"] = max(phase["own_gib"] for phase in result["phases"].values())
         ratios = [phase["ratio"] for phase in result["phases"].values() if "ratio" in phase]
         result["worst_ratio"] = max(ratios, default=None)
+        kills = {name: phase["killed"]["same"] for name, phase in result["phases"].items() if "killed" in phase}
+        result.update(kills=len(kills), kills_with_other_bytes=sum(not same for same in kills.values()))
         arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -59,16 +59,6 @@ def _help_line(leaf: Leaf, short: bool) -> tuple[str, str]:
     return f"{_flag_name(leaf.name)} {value}", re.sub(r"( \[|; )default: (none|off|auto)\]$", "", text)
 
 
-def _group_help(cls: type, leaf: Leaf) -> str:
-    """Return the heading under which a setting stands: what its group is for."""
-    group = next(field for field in dataclasses.fields(cls) if field.name == leaf.path[0])
-    return str(group.metadata["help"]) if len(leaf.path) > 1 else "options"
-
-
-def _heading(text: str) -> str:
-    return highlight(text, sys.stdout, bold=True)
-
-
 def _help(leaf: Leaf) -> str:
     unit, default = leaf.field.metadata["unit"], leaf.field.default
     text, _, stated = leaf.field.metadata["help"].partition("; default: ")
@@ -128,15 +118,17 @@ class OptionsCommand(click.Command):
         short = len(every) > MANY and "all settings" not in ctx.meta
         lines = EXAMPLES.read_text(encoding="utf-8").splitlines()
         if examples := [f"  {line}\n" for line in lines if line.startswith(start)]:
-            with formatter.section(_heading("Examples")):
+            with formatter.section(highlight("Examples", sys.stdout, bold=True)):
                 formatter.write("".join(examples))
         sections: dict[str, list[tuple[str, str]]] = {}
         for leaf in every:
             if not short or leaf.field.metadata["common"]:
-                sections.setdefault(_group_help(cls, leaf), []).append(_help_line(leaf, short))
+                group = next(field for field in dataclasses.fields(cls) if field.name == leaf.path[0])
+                heading = str(group.metadata["help"]) if len(leaf.path) > 1 else "options"
+                sections.setdefault(heading, []).append(_help_line(leaf, short))
         width = min(28, max(len(name) for records in sections.values() for name, _ in records))
         for heading, records in sections.items():
-            with formatter.section(_heading(heading[0].upper() + heading[1:])):
+            with formatter.section(highlight(heading[0].upper() + heading[1:], sys.stdout, bold=True)):
                 formatter.write_dl([(name.ljust(width), text) for name, text in records])
         formatter.write_paragraph()
         more = f"--help-all shows all {len(every)} settings. " if short else ""
@@ -144,9 +136,8 @@ class OptionsCommand(click.Command):
 
     def options(self, ctx: click.Context) -> Any:
         """Return the options that a command line means."""
-        given = dict(ctx.params)
+        cls, given = self.command.options_class(), dict(ctx.params)
         recipe, extra = given.pop("recipe"), given.pop("words")
-        cls = self.command.options_class()
         paths = {leaf.name: leaf.path for leaf in leaves(cls)}
         flags = {
             paths[name]: ",".join(value) if isinstance(value, tuple) else value
@@ -232,6 +223,10 @@ click.version_option(qat_lora.__version__)(cli)
 @any_text()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; errors of ours, of the usage and of the disk become one line and an exit code."""
+    # torch's OpenMP threads spin for milliseconds at a barrier: beside a busy program they hold the core of the thread
+    # that they wait for, and a small model trains 40 times slower. So they sleep after microseconds.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     bars_by_terminal()
     try:
         with disk_errors_explained():

@@ -4,7 +4,10 @@
 """
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -334,6 +337,20 @@ def test_what_is_not_our_defect_is_one_line(error, code, says, monkeypatch, capf
         cli.main(RECOVER)
     err = capfd.readouterr().err
     assert caught.value.code == code and err.strip().startswith(says) and err.strip().count("\n") == 0
+
+
+def test_openmp_is_told_to_sleep_before_torch_loads_it():
+    program = """
+import contextlib, os, sys
+from qat_lora.cli import main
+with contextlib.suppress(SystemExit):
+    main(["--version"])
+print("torch" in sys.modules, os.environ.get("GOMP_SPINCOUNT"))
+"""
+    asked = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    for extra, told in ({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None"):
+        done = subprocess.run([sys.executable, "-c", program], env=asked | extra, capture_output=True, text=True)
+        assert done.stdout.splitlines()[-1] == f"False {told}", done.stderr
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from qat_lora.cache.storage.store import read_manifest
 from qat_lora.errors import ModelError
 from qat_lora.layers import convert
-from qat_lora.layers.calibrate.fisher import fisher_bytes, kept_shape
+from qat_lora.layers.calibrate.fisher import MOST_LOGITS, fisher_bytes, kept_shape
 from qat_lora.layers.calibrate.fit import FOLLOWED, ITERATIONS, OVERSAMPLED, TURN_ROUNDS, TURNS
 from qat_lora.models.load import cast
 from qat_lora.options import EstimateOptions, QuantizeOptions
@@ -26,6 +26,7 @@ from qat_lora.quant.scales import SWEEPS as LOW_RANK_SWEEPS
 from qat_lora.quant.spec import SUPER, QuantSpec
 from qat_lora.registry import DryRun, Requirements
 from qat_lora.setup.allocation import choices
+from qat_lora.setup.common import CALIBRATION_BATCH_ROWS
 
 FLOAT32_RATE = {"tpu": 1 / 6, "cuda": 1 / 15}  # of bfloat16's: six passes of a TPU, none of a card's product units
 COLUMN_S = {"cuda": 10 * 5e-6, "cpu": 20e-6}  # seconds to start what a column takes; a TPU's are one program
@@ -67,11 +68,18 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     cached = options.kd_cache_dir and Path(options.kd_cache_dir).expanduser().exists()
     length = read_manifest(str(options.kd_cache_dir)).fingerprint.length if cached else options.calibration_length
     tokens = options.calibration_rows * length * has_text
-    rows_bytes = 4 * tokens * config.get_text_config().hidden_size
+    size, scratch = config.get_text_config(), fisher_bytes(module, options.init, options.metric) if has_text else 0
+    rows_bytes = 4 * tokens * size.hidden_size
+    # The Fisher information takes the head in float32, logits of a piece four times, and what every block gets.
+    batch = min(CALIBRATION_BATCH_ROWS, options.calibration_rows) * length * (scratch > 0)
+    states = batch * (size.num_hidden_layers + 2) + (batch > 0 and stored.itemsize < 4) * size.vocab_size
+    fisher = 4 * size.hidden_size * states + 16 * min(MOST_LOGITS, batch * size.vocab_size)
     of_block = Counter[str | None]()
     for name, layer in convert.quant_layers(module).items():
         of_block[convert.block_of(name)] += 4 * layer.in_features * layer.out_features
     widest = max(max(layer.in_features, layer.out_features) * layer.in_features for layer in layers)
+    # Of text: states of both models, and four matrices of the widest layer; else two.
+    solving_bytes = 3 * max(of_block.values()) // 2 + (rows_bytes + 8 * widest) * (1 + has_text)
     report: dict[str, Any] = {
         "model": str(options.model),
         "preset": options.preset,
@@ -84,15 +92,14 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
         "stored_bytes": int(bits["model"] * parameters) // 8 + rest_bytes,
         "rest_bytes": rest_bytes,  # of an encoder of images, which are stored as they are
         "weights_bytes": max(stored.itemsize * parameters + rest_bytes, 4 * (parameters - quantised) + codes_bytes),
-        # Of text: states of both models, and four matrices of the widest layer; else two.
-        "own_bytes": IMPORTS_BYTES + 3 * max(of_block.values()) // 2 + (rows_bytes + 8 * widest) * (1 + has_text),
-        "scratch_bytes": fisher_bytes(module, options.init, options.metric) if has_text else 0,
+        "own_bytes": IMPORTS_BYTES + max(fisher, solving_bytes),
+        "scratch_bytes": scratch,
     }
     forms = Path(__file__).with_name("quantize.txt").read_text(encoding="utf-8").rstrip().split("---")
     device, solving = device_of(options.run), ""
     if options.init in COMPENSATED:
         work = solver_work(module, options, COLUMN_PASSES.get(device, 2))
-        passes = tokens * calibration_operations(module, config.get_text_config(), options, length)
+        passes = tokens * calibration_operations(module, size, options, length)
         rate = 1e12 * EstimateOptions.utilisation
         seconds = {chip.name: passes / (chip.tflops * rate) + work.seconds(chip) for chip in likely(device, 1)}
         report["solvers"] = {**work._asdict(), "calibration_operations": passes, "seconds": seconds}
@@ -102,11 +109,9 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     gib = {name.replace("_bytes", "_gib"): report[name] / GIB for name in report if name.endswith("_bytes")}
     text = forms[0].format(**report, **gib, reach=reach, rest=rest, solving=solving, target=target)
     starts = 4 * options.start_rank * sum(layer.in_features + layer.out_features for layer in layers)
-    # Twice: finished blocks are kept until the whole is written.
-    disk = 2 * (report["stored_bytes"] + starts) + report["scratch_bytes"]
-    own = report["own_bytes"]
-    memory = own if device == "cpu" else own + report["weights_bytes"]
-    return DryRun(report, text, Requirements("this quantisation", memory, own, disk))
+    disk = 2 * (report["stored_bytes"] + starts) + scratch  # finished blocks are kept until the whole is written
+    own, held = report["own_bytes"], report["weights_bytes"] * (device != "cpu")
+    return DryRun(report, text, Requirements("this quantisation", own + held, own, disk))
 
 
 def calibration_operations(module: torch.nn.Module, config: Any, options: QuantizeOptions, length: int) -> int:

@@ -159,6 +159,12 @@ def test_doctor_knows_what_a_planned_run_needs(made, tiny, tmp_path, capfd, monk
     outputs = [layer.out_features for _, layer in linear_layers(load_model(str(tiny.teacher)).module)]
     without = plan_quantize(replace(by_text, metric="outputs")).requirements.disk
     assert plan_quantize(by_text).requirements.disk - without == sum(4 * o * o for o in outputs)
+    wide, config = tmp_path / "wide", json.loads((half / "config.json").read_text(encoding="utf-8"))
+    wide.mkdir()
+    (wide / "config.json").write_text(json.dumps(config | {"vocab_size": 200_000}), encoding="utf-8")
+    tokens = 8 * 32  # of a batch: its logits in pieces of 128 MB, four times, and the input of every block
+    given = 16 * 2**25 + 4 * 64 * (200_000 + tokens * (config["num_hidden_layers"] + 2))
+    assert plan_quantize(replace(by_text, model=str(wide))).report["own_bytes"] == 500_000_000 + given
     line = ["recover", "--checkpoint", str(made / "student"), "--kd-cache-dir", str(made / "cache"), "--device", "cpu"]
     with contextlib.suppress(SystemExit):  # this machine may lack something else
         cli.main(["doctor", *line])
