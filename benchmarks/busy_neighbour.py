@@ -7,7 +7,7 @@ thousands of barriers of a step. Whether it does is chance, so runs of one setti
 GOMP_SPINCOUNT to 3,000.
 
 Steps are those of the demo's teacher, on random tokens; each setting is a process of its own, and `busy` runs a second
-one that counts. Steps a second are the median of the rounds.
+one that counts. What counts is the slowest of all rounds.
 
     python benchmarks/busy_neighbour.py --machine "two cores of ..." --out benchmarks/results/busy_neighbour.json
 """

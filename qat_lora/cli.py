@@ -224,7 +224,7 @@ click.version_option(qat_lora.__version__)(cli)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; errors of ours, of the usage and of the disk become one line and an exit code."""
     # torch's OpenMP threads spin for milliseconds at a barrier: beside a busy program they hold the core of the thread
-    # that they wait for, and a small model trains 40 times slower. So they sleep after microseconds.
+    # that they wait for, and a small model trains up to 40 times slower. So they sleep after microseconds.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     bars_by_terminal()
