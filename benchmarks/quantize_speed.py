@@ -26,11 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from qat_lora.layers.calibrate.fit import FitSettings, fit_layers
 from qat_lora.options import QuantizeOptions
 from qat_lora.quant.presets import preset
+from qat_lora.runtime.launch.select import select_runtime
 
 LAYERS = 28
 SHAPES = {  # outputs, inputs
@@ -61,8 +62,8 @@ def moment(size: int, generator: torch.Generator) -> Tensor:
     return (basis / torch.arange(1.0, size + 1)) @ basis.T
 
 
-def factorisation_counts() -> dict[Any, Any]:
-    """Return operations of what LAPACK does, by operator, from shapes."""
+def further_counts() -> dict[Any, Any]:
+    """Return operations of what LAPACK does, and of products in place, which torch does not count, from shapes."""
     linalg = torch.ops.aten
 
     def cholesky(shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
@@ -87,6 +88,8 @@ def factorisation_counts() -> dict[Any, Any]:
         linalg._linalg_solve_ex: solve,
         linalg.linalg_qr: qr,
         linalg._linalg_svd: svd,
+        linalg.baddbmm_: flop_registry[linalg.baddbmm],
+        linalg.addmm_: flop_registry[linalg.addmm],
     }
 
 
@@ -122,7 +125,7 @@ def measure(name: str, method: str, start_rank: int, joint_rank: int, per_s: flo
         begun = time.process_time()
         fit_layers([weight], spec, settings, [inputs], [outputs])
         spent += time.process_time() - begun
-        with Written() as written, FlopCounterMode(display=False, custom_mapping=factorisation_counts()) as counter:
+        with Written() as written, FlopCounterMode(display=False, custom_mapping=further_counts()) as counter:
             fit_layers([weight], spec, settings, [inputs], [outputs])
         counted += counter.get_total_flops() + written.numbers
     ratio = spent / (counted / per_s)
@@ -145,6 +148,7 @@ def main() -> None:
     parser.add_argument("--machine", default=platform.machine(), help="named in the result")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     arguments = parser.parse_args()
+    select_runtime("cpu")  # as the command has its memory: in large pages
     torch.set_num_threads(1)
     default = QuantizeOptions(model="")
     result: dict[str, Any] = {

@@ -212,25 +212,20 @@ def _report(
 
 
 def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequence[str] = ()) -> str:
-    replicas, epochs, probe = report["replicas"], report["epochs"], report["lr_probe_steps"]
-    lines = [
-        "dry run: shapes alone; nothing is written, and no accelerator used",
-        f"student  {report['student']}: {report['parameters']:,} parameters, {report['quantised']:,} of them quantised",
-        f"trained  {trained}",
-        f"step     {report['batch_size']} rows x {report['accumulation_steps']} micro-batches x {replicas} "
-        f"replica{'s' if replicas > 1 else ''}: effective batch {report['effective_batch']}, "
-        f"{report['effective_batch'] * report['length']:,} tokens",
-        f"run      {report['steps']:,} steps, {report['tokens']:,} tokens"
-        + (f", {epochs:.2f} epochs" if epochs else "")
-        + (f"; before it, some {probe} steps to find the learning rate" if probe else ""),
-        f"memory   {report['total_bytes'] / GIB:.3f} GiB a replica: "
-        + ", ".join(f"{name} {size / GIB:.3f}" for name, size in report["bytes"].items()),
-    ]
-    lines += [
-        f"time     {there['hours']:.2f} h on {name} ({'fits' if there['fits'] else 'does not fit'}), "
-        f"{there['tokens_per_s']:,.0f} tokens/s, bound by {there['bound']}, at {utilisation:.0%} of the peak rate"
-        for name, there in report["devices"].items()
-    ]
+    run, time = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").rstrip().split("\n---\n")
+    epochs, probe, step_tokens = (
+        report["epochs"],
+        report["lr_probe_steps"],
+        report["effective_batch"] * report["length"],
+    )
+    told = report | {"trained": trained, "s": "s" if report["replicas"] > 1 else "", "step_tokens": step_tokens}
+    told["epochs_text"] = f", {epochs:.2f} epochs" if epochs else ""
+    told["probe_text"] = f"; before it, some {probe} steps to find the learning rate" if probe else ""
+    told["parts"] = ", ".join(f"{name} {size / GIB:.3f}" for name, size in report["bytes"].items())
+    lines = [run.format(**told, gib=report["total_bytes"] / GIB)]
+    for name, there in report["devices"].items():
+        fit = "fits" if there["fits"] else "does not fit"
+        lines.append(time.format(**there, name=name, fit=fit, utilisation=utilisation))
     return "\n".join([*lines, *more, *(f"assumed  {text}" for text in report["assumed"])])
 
 

@@ -71,9 +71,9 @@ def nearest_value(x: Tensor, values: Tensor, spec: QuantSpec) -> Tensor:
     """
     if spec.code == "lut":
         return nearest(x, values, spec)[0]
-    below, least = x.floor(), -(2**spec.bits // 2) if spec.code in ("integer", "half") else 0
-    if spec.code != "half":
-        below += x - below >= 0.5
+    least = -(2**spec.bits // 2) if spec.code in ("integer", "half") else 0
+    # Halves go up: x + 0.5 would be rounded, twice x is not.
+    below = x.floor() if spec.code == "half" else x.mul(2.0).floor_().add_(1.0).mul_(0.5).floor_()
     below.clamp_(least, least + 2**spec.bits - 1)
     return below.add_(0.5) if spec.code == "half" else below
 

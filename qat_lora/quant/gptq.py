@@ -19,18 +19,20 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from qat_lora.quant.codes import decode, encode
 from qat_lora.quant.scales import TINY, stored
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.runtime.loop import Number, Tensors, factorised, loop, part, rest, whole_parts
+from qat_lora.runtime.loop import Number, Tensors, factorised, fits_a_piece, loop, part, rest, whole_parts
 
 DAMPING = 0.01  # added to the second moment's diagonal, as a share of its mean: GPTQ's own default
 GRAM = 2**21  # numbers of the matrices of scales' equations that a host holds at a time
 PANEL = 256  # columns of a factor that are in float64 at a time
 BLOCK = 64  # columns handled before their joint effect is pushed on: fewer, larger matrix products
+FEW_COLUMNS = 8  # of a block, where calls cost more than sums
 
 
 class Curvature:
@@ -61,11 +63,11 @@ def _inverse_root(damped_LII: Tensor) -> Tensor:
     return backwards.flip(1, 2)
 
 
-def damped(second_moment: Tensor) -> Tensor:
+def damped(second_moment: Tensor, share: float = DAMPING) -> Tensor:
     """Return second moments [.., I, I] with a share of their mean on the diagonal."""
     moment = second_moment.clone()
     diagonal = moment.diagonal(dim1=-2, dim2=-1)
-    diagonal.add_(DAMPING * diagonal.double().mean(-1, keepdim=True).clamp_min(1e-12))
+    diagonal.add_(share * diagonal.double().mean(-1, keepdim=True).clamp_min(1e-12))
     return moment
 
 
@@ -235,8 +237,13 @@ def descend(slope_RI: Tensor, damped_LII: Tensor, grid: Grid, codes_RI: Tensor) 
         local_CR = part(slope_RI, number, BLOCK, 1).T.clone(memory_format=torch.contiguous_format)
         local_CLO, now_CLO, scale_CLO = (_by_layer(x, layers) for x in (local_CR, now_CR, block.scale))
         pull_CLO = part(pull_LI, number, BLOCK, 1).T[..., None] / scale_CLO
-        inputs = [_later(part(rows_LCI, number, BLOCK, 2)), *(x[:, None] for x in (pull_CLO, now_CLO, scale_CLO))]
-        _, (found_CLO, steps_CLO) = loop(turn_column, len(now_CLO), [local_CLO], inputs)
+        within_LCC, of_columns = part(rows_LCI, number, BLOCK, 2), (pull_CLO, now_CLO, scale_CLO)
+        if layers == 1 and grid.counts and fits_a_piece(local_CLO):
+            given = (x[:, 0] for x in (local_CLO, within_LCC.permute(1, 0, 2), *of_columns))
+            found_CLO, steps_CLO = _turned_columns(len(grid.values) - 1, *given)
+        else:
+            inputs = [_later(within_LCC), *(x[:, None] for x in of_columns)]
+            _, (found_CLO, steps_CLO) = loop(turn_column, len(now_CLO), [local_CLO], inputs)
         _take(slope_RI, steps_CLO, rows_LCI)
         return [slope_RI], [block.codes(found_CLO.flatten(1))]
 
@@ -245,6 +252,24 @@ def descend(slope_RI: Tensor, damped_LII: Tensor, grid: Grid, codes_RI: Tensor) 
     constants, start_RI = [*constants, *grid.whole(BLOCK).parts()], whole_parts(slope_RI, BLOCK, 1).clone()
     (slope,), (codes_IR,) = loop(turn_block, -(-columns // BLOCK), [start_RI], constants=constants)
     return codes_IR[:columns].T.contiguous(), slope[:, :columns]
+
+
+def _turned_columns(most: int, *given_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `turn_column` finds and steps by, by NumPy: on few rows a host spends its time in calls, not sums."""
+    local, rows, *given = (x.numpy() for x in given_C)
+    found, steps, pushed = np.empty_like(local), np.empty_like(local), np.empty_like(local)
+    none, all_ = np.zeros_like(local[0]), np.full_like(local[0], most)
+    for end in range(FEW_COLUMNS, len(local) + FEW_COLUMNS, FEW_COLUMNS):
+        few = slice(end - FEW_COLUMNS, end)
+        each = zip(*(x[few] for x in (local, rows, *given, found, steps)), strict=True)
+        for j, (left, row, pull, now, scale, code, step) in enumerate(each, few.start + 1):
+            np.rint(np.add(np.multiply(left, pull, out=code), now, out=code), out=code)
+            np.minimum(np.maximum(code, none, out=code), all_, out=code)
+            np.multiply(np.subtract(code, now, out=step), scale, out=step)
+            np.multiply(row[j:end, None], step, out=pushed[j:end])
+            np.subtract(local[j:end], pushed[j:end], out=local[j:end])
+        local[end:] -= rows[few, end:].T @ steps[few]
+    return torch.from_numpy(found)[:, None], torch.from_numpy(steps)[:, None]
 
 
 def refit_scales(

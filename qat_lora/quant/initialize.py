@@ -87,7 +87,7 @@ class QuantizedWeight(NamedTuple):
     def grid(self, spec: QuantSpec, dtype: torch.dtype = torch.float64) -> Grid:
         """Return the meaning of the codes, a minimum as a zero point."""
         scale, zero, minimum = self.meaning(spec)
-        scale, shape = scaling.away_from_zero(scale).to(dtype), self.codes_OI.shape
+        scale, shape = scaling.divisor(scale, spec).to(dtype), self.codes_OI.shape
         zero = zero if minimum is None else minimum.to(dtype) / scale
         first = first_value(spec)
         moved = (0.0 if zero is None else zero.to(dtype).expand(shape)) - (first or 0.0)
@@ -219,7 +219,7 @@ def _rounded(
     """Return the codes nearest to a weight, or to some groups' columns, with the scales that cost least."""
     values, (scales, whole) = code_values(spec).to(weight_RI.device), _scales(weight_RI, spec, importance, cost)
     scale, zero, minimum = scaling.meaning(spec, scales, whole, *weight_RI.shape)
-    ratio = (weight_RI if minimum is None else weight_RI + minimum) / scaling.away_from_zero(scale)
+    ratio = (weight_RI if minimum is None else weight_RI + minimum) / scaling.divisor(scale, spec)
     ratio = ratio if zero is None else ratio + zero
     return QuantizedWeight(nearest(ratio, values, spec)[1], values, scales, whole)
 
@@ -296,5 +296,5 @@ def _moved(
         new, old = (part.unflatten(0, (layers, -1)) for part in ways)
         return x.unflatten(0, (layers, -1)).index_copy(1, group, torch.where(falls_L11, new, old)).flatten(0, 1)
 
-    left_LOI = slope_LOI.index_add(1, group, torch.where(falls_L11, -fall_LGI, 0.0))
+    left_LOI = slope_LOI.index_add_(1, group, torch.where(falls_L11, -fall_LGI, 0.0))
     return now.changed(put, after, before, fixed=fixed), left_LOI

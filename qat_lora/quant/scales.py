@@ -305,6 +305,11 @@ def away_from_zero(scale: Tensor) -> Tensor:
     return torch.where(scale < 0, scale.clamp_max(-TINY), scale.clamp_min(TINY))
 
 
+def divisor(scale: Tensor, spec: QuantSpec) -> Tensor:
+    """Return a weight's scales safe to divide by: all are stored so, but that factors' product may be near zero."""
+    return away_from_zero(scale) if spec.sharing == "lowrank" else scale
+
+
 def _least_squares(q_OI: Tensor, weight_OI: Tensor, importance_OI: Tensor, a_OR: Tensor, b_RI: Tensor) -> Tensor:
     """Solve min over A of importance · (W - Q * (A B))² row by row, pulled slightly towards the A given."""
     first, second = torch.triu_indices(len(b_RI), len(b_RI), device=b_RI.device)

@@ -71,6 +71,11 @@ def rows_at_a_time(x: Tensor, numbers: int = PIECE) -> int:
     return len(x) if x.device.type != "cpu" else max(1, numbers // x[0].numel())
 
 
+def fits_a_piece(x: Tensor) -> bool:
+    """Return True for a tensor of a host that stays in its caches, where calls cost more than what they compute."""
+    return x.device.type == "cpu" and x.numel() <= PIECE
+
+
 def factorised(solve: Callable[..., Tensor], *given: Tensor) -> Tensor:
     """Return what a function of dense linear algebra makes of tensors, computed on the host for XLA's."""
     if not is_xla_device(given[0]):

@@ -10,6 +10,7 @@ from qat_lora.quant.gptq import Curvature, Grid, cholesky, descend, gptq, slope_
 from qat_lora.quant.initialize import _refitted, quantize_weight, refine
 from qat_lora.quant.presets import PRESETS
 from qat_lora.quant.spec import QuantSpec
+from qat_lora.runtime import loop
 
 BLOCKS = {name: PRESETS[name].rules[0][1] for name in ("q2_k", "q3_k")}
 STEPS = {"q2_k": (range(1, 16), range(16)), "q3_k": ([*range(-32, 0), *range(1, 32)],)}
@@ -223,3 +224,22 @@ def test_descent_never_raises_a_rows_error_and_ends_where_it_stays(dtype):
     for _ in range(30):
         start = descended(weight[order], start)
     assert torch.equal(start, codes[order])
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("rows, columns", [(1, 7), (24, 150)])
+def test_columns_taken_by_numpy_are_those_of_the_loop(rows, columns, zero, monkeypatch):
+    """In float64, where no rounding makes another code nearest."""
+    draw = torch.Generator().manual_seed(rows)
+    damped = torch.from_numpy(correlated(columns)[1])[None].double() + 0.1 * torch.eye(columns, dtype=torch.float64)
+    scale = torch.rand(rows, columns, generator=draw, dtype=torch.float64) + 0.5
+    zeros = torch.rand(rows, columns, generator=draw, dtype=torch.float64).mul(3) if zero else 1.5
+    grid, codes = Grid(torch.arange(4.0).double(), scale, zeros, True), torch.ones(rows, columns, dtype=torch.uint8)
+    weight = 2 * torch.randn(rows, columns, generator=draw, dtype=torch.float64)
+    slope, found = slope_of(weight, grid.dense(codes), damped), []
+    for numbers in (loop.PIECE, 0):
+        monkeypatch.setattr(loop, "PIECE", numbers)
+        found.append(descend(slope, damped, grid, codes))
+    assert torch.equal(found[0][0], found[1][0]) and not torch.equal(found[0][0], codes)
+    assert torch.allclose(found[0][1], found[1][1], rtol=1e-9, atol=1e-9)
+    assert torch.allclose(found[0][1], slope_of(weight, grid.dense(found[0][0]), damped), rtol=1e-9, atol=1e-9)

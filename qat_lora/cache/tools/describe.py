@@ -102,38 +102,22 @@ def plot_tail_mass(path: Place, out: str | Path) -> None:
 
 def render(description: dict[str, Any]) -> str:
     """Return what `describe` found as text for a terminal."""
-    held = description["fingerprint"]
-    temperatures = ", ".join(f"{t:g}" for t in held["temperatures"])
-    masses = ", ".join(f"{name} {value:.2g}" for name, value in (description["tail_mass"] or {}).items())
-    lines = [
-        f"{description['path']}: rows of {held['length']:,} tokens, {_stored(held)} at each",
-        *(
-            f"{n:<12} {s['rows']:>9,} rows {s['shards']:>6,} shards {s['bytes'] / 1e6:>12,.1f} MB"
-            for n, s in description["splits"].items()
-        ),
-        f"teacher      {held['teacher']} (vocabulary {held['vocab_size']:,}), temperatures {temperatures}",
-        f"text         {held['dataset']}",
-        f"packing      {held['packing']}",
-        f"size         {description['bytes_per_token']:.0f} bytes a token",
-        f"targets      {description['target_fraction']:.1%} of the positions count",
-        *([f"tail mass    {masses}"] if masses else []),
-        f"fingerprint  {description['fingerprint_sha256']}",
-    ]
-    return "\n".join(itertools.chain(lines, *map(_row_lines, description["rows"])))
+    held, masses = description["fingerprint"], (description["tail_mass"] or {}).items()
+    told = {**held, **description, "arrays": _stored(held), "t": ", ".join(f"{t:g}" for t in held["temperatures"])}
+    split = "{0:<12} {rows:>9,} rows {shards:>6,} shards {1:>12,.1f} MB".format
+    splits = [split(name, of["bytes"] / 1e6, **of) for name, of in description["splits"].items()]
+    mass = f"tail mass    {', '.join(f'{name} {value:.2g}' for name, value in masses)}\n" if masses else ""
+    text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").rstrip()
+    rows = itertools.chain.from_iterable(map(_row_lines, description["rows"]))
+    return "\n".join([text.format(**told, shards="\n".join(splits), mass=mass), *rows])
 
 
 def _stored(held: dict[str, Any]) -> str:
     parts = [f"the teacher's {held['top_k']} likeliest ({held['value_dtype']})"] if held["top_k"] else []
-    words = {
-        "tail_draws": "{} draws from the tail",
-        "draws": "{} draws",
-        "weights": "weights",
-        "lzma": "compressed",
-        "hidden": "its hidden state ({} wide)",
-    }
-    for name, size, *_ in (text.split(":") for text in held["optional_arrays"]):
-        parts.append(words[name].format(size))
-    return ", ".join(parts)
+    words = {"tail_draws": "{} draws from the tail", "draws": "{} draws", "weights": "weights", "lzma": "compressed"}
+    words["hidden"] = "its hidden state ({} wide)"
+    arrays = (text.split(":") for text in held["optional_arrays"])
+    return ", ".join([*parts, *(words[name].format(size) for name, size, *_ in arrays)])
 
 
 def _row_lines(row: dict[str, Any]) -> list[str]:

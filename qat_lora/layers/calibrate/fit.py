@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from qat_lora.layers.lora import Factors
 from qat_lora.quant import initialize
-from qat_lora.quant.gptq import Curvature, cholesky
+from qat_lora.quant.gptq import Curvature, cholesky, damped
 from qat_lora.quant.initialize import COMPENSATED, ROUNDS, TWO_SIDED_ROUNDS, Method, QuantizedWeight
 from qat_lora.quant.spec import QuantSpec
 
@@ -33,6 +33,7 @@ FOLLOWED = 2  # two-sided rounds after which the adapter follows
 OVERSAMPLED, ITERATIONS = 32, 4  # extra columns, and passes, of the subspace iteration that replaces large SVDs
 INPUT_FLOOR = 1e-4  # of the mean eigenvalue: inputs that calibration never saw must not get infinite weight
 OUTPUT_FLOOR = 1e-1  # the same for outputs, whose gradients are noisier
+Found = list[QuantizedWeight]  # of layers of one shape
 SPAN_FLOOR = 1e-3  # of an output's metric, where an adapter corrects all of it
 
 
@@ -60,14 +61,11 @@ class _Root(NamedTuple):
     @classmethod
     def of(cls, moment: Tensor, floor: float) -> _Root:
         """Return the root of a second moment, given whole or by its diagonal."""
-        diagonal = moment.double() if moment.dim() == 1 else moment.diagonal().double()
-        lift = floor * diagonal.mean().clamp_min(1e-12)
+        lift = floor * (moment if moment.dim() == 1 else moment.diagonal()).double().mean().clamp_min(1e-12)
         if moment.dim() == 1:
-            return cls((diagonal + lift).sqrt())
-        factor = moment.clone()
-        factor.diagonal().copy_(diagonal + lift)
+            return cls((moment.double() + lift).sqrt())
         try:
-            return cls(cholesky(factor))
+            return cls(cholesky(damped(moment, floor)))
         except torch.linalg.LinAlgError:  # float32 sums of few, huge features have eigenvalues below zero by more
             values, basis = torch.linalg.eigh(moment.double())
             return cls(torch.linalg.qr(((values.clamp_min(0) + lift).sqrt() * basis).T).R.T.to(moment.dtype))
@@ -89,10 +87,6 @@ class _Root(NamedTuple):
         if self.factor.dim() == 1:
             return rows / self.factor
         return torch.linalg.solve_triangular(self.factor, rows.to(self.factor.dtype), upper=False, left=False)
-
-    def whole(self) -> Tensor:
-        """Return the metric [n, n] of a whole root, float32."""
-        return (self.factor @ self.factor.T).float()
 
     def beyond(self, whole: Tensor, columns: Tensor) -> Tensor:
         """Return the `whole` metric without all but nothing of what it has in the span of columns [n, r]."""
@@ -186,11 +180,9 @@ def fit_layers(
     second_moments_II.clear()
     known.clear()
     found = solver.with_adapter(weights, metrics, joint_rank) if joint_rank else solver.quantised(weights)
-    found = solver.two_sided(weights, metrics, found, joint_rank)
-    if not start_rank:
-        return [Fit(quantised, None) for quantised in found]
+    found = solver.two_sided(weights, metrics, outputs, found)
     return [
-        Fit(quantised, metric.correction(weight - quantised.dense(spec), start_rank)[0])
+        Fit(quantised, metric.correction(weight - quantised.dense(spec), start_rank)[0] if start_rank else None)
         for weight, metric, quantised in zip(weights, metrics, found, strict=True)
     ]
 
@@ -207,13 +199,13 @@ class _Solver(NamedTuple):
         weight = weights_OI[0] if len(weights_OI) == 1 else torch.cat(tuple(weights_OI))
         return weight.to(self.settings.device)
 
-    def quantised(self, weights_OI: Sequence[Tensor], rounds: int = ROUNDS) -> list[QuantizedWeight]:
+    def quantised(self, weights_OI: Sequence[Tensor], rounds: int = ROUNDS) -> Found:
         """Return codes and scales of every weight, where the weights are."""
         weights, method = self._stacked(weights_OI), self.settings.method
         found = initialize.quantize_weight(weights, self.spec, method, self.curvature, rounds)
         return found.to(weights_OI[0].device).split(len(weights_OI))
 
-    def with_adapter(self, weights_OI: Sequence[Tensor], metrics: Sequence[Metric], rank: int) -> list[QuantizedWeight]:
+    def with_adapter(self, weights_OI: Sequence[Tensor], metrics: Sequence[Metric], rank: int) -> Found:
         """Return the codes that an adapter of this rank corrects best; the two are fitted in turn."""
 
         def rest(i: int, codes: QuantizedWeight) -> tuple[Tensor, float]:
@@ -237,21 +229,23 @@ class _Solver(NamedTuple):
         return [new if rest(i, new)[1] < least[i] else found[i] for i, new in enumerate(split)]
 
     def two_sided(
-        self, weights_OI: Sequence[Tensor], metrics: Sequence[Metric], found: list[QuantizedWeight], rank: int
-    ) -> list[QuantizedWeight]:
+        self, weights_OI: Sequence[Tensor], metrics: Sequence[Metric], outputs: Sequence[Tensor | None], found: Found
+    ) -> Found:
         """Return weights after descent in both metrics, beside an adapter of this rank; as given without a whole G."""
-        if self.settings.method != "descent" or any(metric.outputs.factor.dim() == 1 for metric in metrics):
+        moments = [moment.float() for moment in outputs if moment is not None and moment.dim() == 2]
+        if self.settings.method != "descent" or len(moments) < len(metrics):
             return found
         assert self.curvature is not None
         vars(self.curvature).pop("inverse_root_LII", None)  # no start follows
-        aim, wholes = self._stacked(weights_OI), [metric.outputs.whole() for metric in metrics]
+        aim, rank = self._stacked(weights_OI), min(self.settings.joint_rank, *weights_OI[0].shape)
+        wholes = [damped(moment, OUTPUT_FLOOR) for moment in moments]
         for rounds in [FOLLOWED] * (TWO_SIDED_ROUNDS // FOLLOWED) if rank else [TWO_SIDED_ROUNDS]:
-            outputs = [
+            costs = [
                 metric.outputs.beyond(g, metric.correction(weight - now.dense(self.spec), rank)[0].b_OR) if rank else g
                 for metric, g, weight, now in zip(metrics, wholes, weights_OI, found, strict=True)
             ]
             start = QuantizedWeight.joined(found).to(aim.device)
-            stacked = (torch.stack(outputs) if len(outputs) > 1 else outputs[0][None]).to(aim.device)
+            stacked = (torch.stack(costs) if len(costs) > 1 else costs[0][None]).to(aim.device)
             fitted = initialize.refine_rows(aim, self.spec, start, self.curvature, stacked, rounds)
             found = fitted.to(weights_OI[0].device).split(len(found))
         return found
