@@ -10,7 +10,7 @@ goes through them, scale and minimum together. All work from the slope E H, in f
 A column is too little work for an accelerator, so layers of one shape are solved together: their rows R one under the
 other, each layer L with its own H. The loops are `runtime.loop`'s, and stay loops where programs are compiled.
 
-Sources: GPTQ (arXiv 2210.17323); coordinate descent, QuantEase (arXiv 2309.01885).
+Sources: GPTQ (arXiv 2210.17323); coordinate descent, QuantEase (arXiv 2309.01885); `NOISE`, Marquardt (1963).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.loop import Number, Tensors, factorised, fits_a_piece, loop, part, rest, whole_parts
 
 DAMPING = 0.01  # added to the second moment's diagonal, as a share of its mean: GPTQ's own default
+NOISE = 0.2  # of each input's own power, added to H: inputs of a quantised model, and other text, differ by about that
 GRAM = 2**21  # numbers of the matrices of scales' equations that a host holds at a time
 PANEL = 256  # columns of a factor that are in float64 at a time
 BLOCK = 64  # columns handled before their joint effect is pushed on: fewer, larger matrix products
@@ -47,7 +48,7 @@ class Curvature:
     def damped_LII(self) -> Tensor:
         """The second moments, damped; the plain ones, as large, are let go of."""
         moment_LII, self.second_moment_LII = self.second_moment_LII, torch.empty(0)
-        return damped(moment_LII)
+        return damped(moment_LII, own=NOISE)
 
     @functools.cached_property
     def inverse_root_LII(self) -> Tensor:
@@ -63,11 +64,11 @@ def _inverse_root(damped_LII: Tensor) -> Tensor:
     return backwards.flip(1, 2)
 
 
-def damped(second_moment: Tensor, share: float = DAMPING) -> Tensor:
-    """Return second moments [.., I, I] with a share of their mean on the diagonal."""
+def damped(second_moment: Tensor, share: float = DAMPING, own: float = 0.0) -> Tensor:
+    """Return second moments [.., I, I] with a share of the diagonal's mean added to it, and of each entry's own."""
     moment = second_moment.clone()
     diagonal = moment.diagonal(dim1=-2, dim2=-1)
-    diagonal.add_(share * diagonal.double().mean(-1, keepdim=True).clamp_min(1e-12))
+    diagonal.add_(own * diagonal + share * diagonal.double().mean(-1, keepdim=True).clamp_min(1e-12))
     return moment
 
 

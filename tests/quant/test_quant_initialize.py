@@ -66,7 +66,7 @@ def clip_search(members, importance, book, full):
 def textbook_gptq(weight, moment, spec, book, scales):
     """Optimal brain surgeon, column by column: every step inverts the Hessian of what is left."""
     w, columns = weight.astype(np.float64), weight.shape[1]
-    hessian = moment + 0.01 * np.diag(moment).mean() * np.eye(columns)
+    hessian = moment + 0.01 * np.diag(moment).mean() * np.eye(columns) + 0.2 * np.diag(np.diag(moment))
     codes = np.zeros(w.shape, dtype=np.int64)
     for j in range(columns):
         if spec.sharing == "group":
