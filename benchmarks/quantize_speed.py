@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode, addmm_flop, baddbmm_flop
 
 from qat_lora.layers.calibrate.fit import FitSettings, fit_layers
 from qat_lora.options import QuantizeOptions
@@ -88,8 +88,8 @@ def further_counts() -> dict[Any, Any]:
         linalg._linalg_solve_ex: solve,
         linalg.linalg_qr: qr,
         linalg._linalg_svd: svd,
-        linalg.baddbmm_: flop_registry[linalg.baddbmm],
-        linalg.addmm_: flop_registry[linalg.addmm],
+        linalg.baddbmm_: baddbmm_flop,
+        linalg.addmm_: addmm_flop,
     }
 
 
