@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import time
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, addmm_flop, baddbmm_flop
+from torch.utils.flop_counter import FlopCounterMode
 
 from qat_lora.layers.calibrate.fit import FitSettings, fit_layers
 from qat_lora.options import QuantizeOptions
@@ -82,14 +83,17 @@ def further_counts() -> dict[Any, Any]:
         long, short = max(shape[-2:]), min(shape[-2:])
         return 6 * long * short**2 + 20 * short**3
 
+    def product(_into: Any, left: Any, right: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+        return 2 * math.prod(left) * right[-1]
+
     return {
         linalg.linalg_cholesky_ex: cholesky,
         linalg.linalg_solve_triangular: triangular,
         linalg._linalg_solve_ex: solve,
         linalg.linalg_qr: qr,
         linalg._linalg_svd: svd,
-        linalg.baddbmm_: baddbmm_flop,
-        linalg.addmm_: addmm_flop,
+        linalg.baddbmm_: product,
+        linalg.addmm_: product,
     }
 
 
