@@ -213,12 +213,9 @@ def _report(
 
 def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequence[str] = ()) -> str:
     run, time = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").rstrip().split("\n---\n")
-    epochs, probe, step_tokens = (
-        report["epochs"],
-        report["lr_probe_steps"],
-        report["effective_batch"] * report["length"],
-    )
-    told = report | {"trained": trained, "s": "s" if report["replicas"] > 1 else "", "step_tokens": step_tokens}
+    epochs, probe = report["epochs"], report["lr_probe_steps"]
+    told = report | {"trained": trained, "s": "s" if report["replicas"] > 1 else ""}
+    told["step_tokens"] = report["effective_batch"] * report["length"]
     told["epochs_text"] = f", {epochs:.2f} epochs" if epochs else ""
     told["probe_text"] = f"; before it, some {probe} steps to find the learning rate" if probe else ""
     told["parts"] = ", ".join(f"{name} {size / GIB:.3f}" for name, size in report["bytes"].items())

@@ -29,7 +29,7 @@ from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.loop import Number, Tensors, factorised, fits_a_piece, loop, part, rest, whole_parts
 
 DAMPING = 0.01  # added to the second moment's diagonal, as a share of its mean: GPTQ's own default
-NOISE = 0.2  # of each input's own power, added to H: inputs of a quantised model, and other text, differ by about that
+NOISE = 0.2  # added to every diagonal entry, as a share of itself: least KL on text that calibration has not seen
 GRAM = 2**21  # numbers of the matrices of scales' equations that a host holds at a time
 PANEL = 256  # columns of a factor that are in float64 at a time
 BLOCK = 64  # columns handled before their joint effect is pushed on: fewer, larger matrix products

@@ -231,7 +231,7 @@ class _Solver(NamedTuple):
     def two_sided(
         self, weights_OI: Sequence[Tensor], metrics: Sequence[Metric], outputs: Sequence[Tensor | None], found: Found
     ) -> Found:
-        """Return weights after descent in both metrics, beside an adapter of this rank; as given without a whole G."""
+        """Return weights after descent in both metrics, beside the joint adapter; as given without a whole G."""
         moments = [moment.float() for moment in outputs if moment is not None and moment.dim() == 2]
         if self.settings.method != "descent" or len(moments) < len(metrics):
             return found
