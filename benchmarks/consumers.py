@@ -5,7 +5,8 @@ Claim: one recovered student, exported in every form, gives our logits in PEFT (
 reader (equal), our perplexity and greedy texts in llama.cpp (0.5 %; equal until two logits are within 0.05) and our
 perplexity in `lm_eval --model hf` (1e-4). Models are loaded as the card
 of the export says: its block is run in the folder by a fresh Python, with nothing before it. A consumer that is not
-installed is a line that says so. vLLM needs a GPU host and is not among them.
+installed is a line that says so. vLLM needs a GPU host and is not among them. Of a mixture the line without its
+experts' factors says what an engine that dropped them would show: PEFT on our own base does, so that line is TOO FAR.
 
 GPTQModel, transformers with it and mlx-lm, which may have Pythons of their own, give our logits to 5e-3 of the largest:
 they compute in float16. mlx-lm decodes our weights (equal); its embedding has fewer bits, so ours takes those values.
@@ -17,6 +18,7 @@ they compute in float16. mlx-lm decodes our weights (equal); its embedding has f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -40,7 +42,8 @@ from safetensors.torch import load_file
 from qat_lora.export.containers import dense_tables
 from qat_lora.export.gguf import save_base
 from qat_lora.export.gguf_model import gguf_name, row_order
-from qat_lora.layers.convert import quant_layers
+from qat_lora.layers.convert import lora_layers, quant_layers
+from qat_lora.layers.experts import EXPERT
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import load_tokenizer
 from qat_lora.models.student import Student, open_student
@@ -247,7 +250,9 @@ def gguf_reader(case: Case) -> Iterator[Row]:
         order = row_order(model, name)
         weight = layer.weight.detach().float()
         weight = weight if order is None else weight[order]
-        worst = max(worst, float((tensors[f"{gguf_name(model, name)}.weight"] - weight).abs().max()))
+        tensor = tensors[f"{gguf_name(model, name)}.weight"]
+        tensor = tensor[int(found[2])] if (found := EXPERT.match(name)) else tensor
+        worst = max(worst, float((tensor - weight).abs().max()))
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     rounded = result["layers_rounded"]
     what = f"weights ({rounded} layers rounded)" if rounded else "weights"
@@ -297,6 +302,17 @@ def in_llama_cpp(case: Case, folder: Path, prompts: list[list[int]]) -> tuple[bo
     return same, np.load(f"{file}.npy"), greedy
 
 
+@contextlib.contextmanager
+def without(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Set tensors to zero for a while."""
+    kept = [tensor.data.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.data.zero_()
+    yield
+    for tensor, values in zip(tensors, kept, strict=True):
+        tensor.data.copy_(values)
+
+
 def parting_gaps(case: Case, prompts: list[list[int]], greedy: list[Any]) -> list[tuple[float, float]]:
     """Return how far the two best logits are apart, ours and theirs, where greedy texts part; of those that do."""
     found = []
@@ -322,7 +338,12 @@ def llama_cpp(case: Case) -> Iterator[Row]:
     for name, tensor in decoded(folder).items():
         if name in tables:
             tables[name].weight.data.copy_(tensor)
-    yield "llama.cpp", "perplexity, relative", case.relative_ppl(logits, case.ours(case.whole)), 0.005
+    ours = case.ours(case.whole)
+    yield "llama.cpp", "perplexity, relative", case.relative_ppl(logits, ours), 0.005
+    if factors := [layer.lora_B for name, layer in lora_layers(model.module).items() if EXPERT.match(name)]:
+        with without(factors):
+            bare = case.relative_ppl(case.ours(case.whole).numpy(), ours)
+        yield "ours without the experts' factors", "perplexity, relative to ours with them (no bound)", bare, math.inf
     gaps = parting_gaps(case, prompts, greedy)
     what = f"{PROMPTS} greedy texts ({len(gaps)} part): gap of the two best there"
     yield "llama.cpp", f"{what}, in the less certain engine", max(map(min, gaps), default=0.0), 0.05

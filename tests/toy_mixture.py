@@ -11,7 +11,7 @@ MIXTURES = {
     "Qwen3Moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
     | {"intermediate_size": 96, "norm_topk_prob": True},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 32},
-    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "num_key_value_heads": 2},
     "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size": 96}
     | {"shared_expert_intermediate_size": 64},
 }

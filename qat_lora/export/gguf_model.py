@@ -58,7 +58,7 @@ def architecture(model: CausalLM) -> Architecture:
         raise ModelError(f"model: GGUF export of {config.model_type} is not supported; allowed: {known}")
     found = ARCHITECTURES[config.model_type]
     biased = [name[:-5] for name, _ in model.module.named_parameters() if name.endswith(".bias")]
-    rope, heads = _rope(config), config.num_attention_heads
+    rope, heads, kv = _rope(config), config.num_attention_heads, config.num_key_value_heads
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     partial, soft_cap = rope.get("partial_rotary_factor", 1.0), getattr(config, "attn_logit_softcapping", None)
     scale, wide = getattr(config, "query_pre_attn_scalar", None), heads * head_width(config)
@@ -79,6 +79,7 @@ def architecture(model: CausalLM) -> Architecture:
         ("layers without experts, mlp_only_layers", getattr(config, "mlp_only_layers", None) or None),
         ("norm_topk_prob", normed if found.normed is not None and normed != found.normed else None),
         ("clip_qkv", getattr(config, "clip_qkv", None)),
+        ("num_key_value_heads", kv if found.name == "olmoe" and kv != heads else None),
         ("head_dim", head_width(config) if found.name in ("qwen2", "phi3") and wide != config.hidden_size else None),
     )
     for what, given in checks:

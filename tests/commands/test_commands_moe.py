@@ -162,6 +162,14 @@ def test_gguf_of_other_families_and_dense(kind, arch, tiny, tmp_path):
         assert reader.get_field(f"{arch}.expert_count").contents() == 4
 
 
+def test_gguf_refuses_shared_heads_that_llama_cpp_does_not_load(tiny, tmp_path):
+    pytest.importorskip("gguf")
+    folder = save_mixture("Olmoe", tmp_path / "teacher", tiny, num_hidden_layers=1, num_key_value_heads=1)
+    made = call("quantize", quantize_options(tiny._replace(teacher=folder), tmp_path / "student", preset="q4_0"))
+    with pytest.raises(ModelError, match="num_key_value_heads 1 is not supported by GGUF export of olmoe"):
+        call("export", export_options(made, tmp_path / "out", form="gguf"))
+
+
 def test_gguf_refuses_experts_of_several_types_and_adapters_of_some(mixture, made, tmp_path):
     pytest.importorskip("gguf")
     mine, cache = mixture
