@@ -73,6 +73,8 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         exact, solver_device = runtime.exact_products(), runtime.device if runtime.piece_bytes is None else None
         runtime = runtime.for_hooks()
         runtime.place(model.module)
+        if runtime.attention == "tiled":
+            model.tile_attention()
         with stop_signals() as stopped, large_tensors_apart(), exact:
             work = Unfinished(out, "layers", len(targets), stopped)
             if work.parts:
