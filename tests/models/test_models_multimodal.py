@@ -74,7 +74,7 @@ def test_the_text_part_computes_what_the_whole_computes_of_text(kind, tied, tmp_
 def test_from_cache_to_export_the_rest_stays_as_it_was(kind, tiny, tmp_path, capsys):
     teacher = checkpoint(kind, kind != "llava", tiny, tmp_path / "teacher")
     toy = tiny._replace(teacher=teacher)
-    cache = call("build_cache", cache_options(toy, tmp_path / "cache", num_rows=48))
+    cache = call("build_cache", cache_options(toy, tmp_path / "cache", num_rows=160))  # each is read once
     student = call("quantize", quantize_options(toy, tmp_path / "student", cache))
     run = call("recover", recover_options(student, cache, tmp_path / "run"))
     scores = call("evaluate", eval_options(toy, {"rounded": student, "recovered": run}, tmp_path / "scores"))
