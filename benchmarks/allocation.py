@@ -183,7 +183,9 @@ def trained(arguments: argparse.Namespace, work: Path, student: Path, lora: Lora
     cache = work.parent / "cache"
     steps, batch = arguments.max_steps, arguments.batch_size
     rows = {"length": arguments.length, "num_rows": steps * batch, "top_k": 64}
-    run(COMMANDS["cache build"], CacheBuildOptions(arguments.teacher, seen(arguments), **rows, run=settings(cache)))
+    run(
+        COMMANDS["cache build"], CacheBuildOptions(arguments.teacher, text=seen(arguments), **rows, run=settings(cache))
+    )
     out = work / f"{student.name}-recovered"
     loop = LoopConfig(batch_size=batch, max_steps=steps)
     given: dict[str, Any] = {"checkpoint": str(student), "kd_cache_dir": str(cache), "loop": loop, "run": settings(out)}
