@@ -60,8 +60,7 @@ class Experts(nn.ModuleList):
                 result = result + (expert.down_proj(inner) * weight_T1).to(result.dtype)
             return result
         expert_S, order_S = index_TK.flatten().sort(stable=True)
-        counts = expert_S.bincount(minlength=len(self)).tolist()
-        self.tokens = (order_S // index_TK.shape[1]).split(counts)
+        self.tokens = (order_S // index_TK.shape[1]).split(expert_S.bincount(minlength=len(self)).tolist())
         # With gradients all experts run, those of no token too: each gets a gradient on every replica.
         called = [(e, t) for e, t in zip(self, self.tokens, strict=True) if len(t) or torch.is_grad_enabled()]
         inputs = [hidden_TH[tokens] for _, tokens in called]

@@ -160,8 +160,7 @@ def _loss(options: EstimateOptions, tokens: int, hidden: int, vocab: int) -> int
 
 def loss_chunks(options: EstimateOptions, tokens: int, vocab: int) -> tuple[int, int]:
     """Return how many chunks a loss over the vocabulary takes, all alike, and the bytes of one in float32."""
-    most = (options.loss_chunk_mb or default_loss_chunk_mb("cpu")) * 2**20
-    chunks = -(-4 * tokens * vocab // most)
+    chunks = -(-4 * tokens * vocab // ((options.loss_chunk_mb or default_loss_chunk_mb("cpu")) * 2**20))
     return chunks, 4 * tokens * vocab // chunks
 
 

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.quant.codes import code_values, decode, encode, full_range, normal_table, pack, packed_width, unpack
+from qat_lora.quant.codes import (
+    SMALL,
+    code_values,
+    decode,
+    encode,
+    full_range,
+    normal_table,
+    pack,
+    packed_width,
+    unpack,
+)
 from qat_lora.quant.spec import QuantSpec
 
 NF4 = [-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0]  # bitsandbytes, rounded
@@ -45,11 +55,12 @@ def test_code_books_by_hand():
 @pytest.mark.parametrize("code", ["half", "integer", "lut"])
 def test_encode_finds_the_nearest_of_all_values(bits, code):
     values = code_values(spec(bits, code))
-    x = torch.randn(40, 50, generator=torch.Generator().manual_seed(bits), dtype=torch.float64) * values[-1]
+    x = torch.randn(90, 50, generator=torch.Generator().manual_seed(bits), dtype=torch.float64) * values[-1]
     distance = np.abs(x.numpy()[..., None] - values.double().numpy())
     codes = encode(x, values)
     assert codes.dtype == torch.uint8
     assert np.array_equal(codes.numpy(), distance.argmin(-1))
+    assert x.numel() > SMALL > len(x) and torch.equal(torch.stack([encode(row, values) for row in x]), codes)
     assert np.array_equal(decode(codes, values).numpy(), values.numpy()[distance.argmin(-1)])
 
 
@@ -63,7 +74,9 @@ def test_an_uneven_table_is_searched_too():
 def test_ties_go_up_and_what_is_outside_is_clipped():
     integers, halves = code_values(spec(3, "integer")), code_values(spec(2, "half"))
     assert decode(encode(torch.tensor([-3.5, -0.5, 0.5, 2.5]), integers), integers).tolist() == [-3, 0, 1, 3]
-    assert decode(encode(torch.tensor([-1.0, 0.0, 1.0]), halves), halves).tolist() == [-0.5, 0.5, 1.5]
+    for many in (1, SMALL):
+        found = decode(encode(torch.tensor([-1.0, 0.0, 1.0] * many), halves), halves)
+        assert found.tolist() == [-0.5, 0.5, 1.5] * many
     assert encode(torch.tensor([-1e9, -float("inf"), 1e9, float("inf")]), halves).tolist() == [0, 0, 3, 3]
 
 
@@ -80,7 +93,7 @@ def test_normal_tables_are_sorted_with_a_zero_and_both_ends(bits):
 
 ON_XLA = """
 import torch, torch_xla
-from qat_lora.quant.codes import decode, normal_table
+from qat_lora.quant.codes import SMALL, decode, normal_table
 for bits in (2, 4, 5):
     table, codes = normal_table(bits), torch.arange(3 * 2**bits).remainder(2**bits).to(torch.uint8).view(3, -1)
     both = []
