@@ -94,7 +94,7 @@ def decode(codes: Tensor, values: Tensor) -> Tensor:
     On XLA a short book is selected from: fifteen selections are one pass, where an index is a turn for every weight.
     """
     if len(values) > FEW + 1 or not is_xla_device(values):
-        return values[codes.long()]
+        return values.index_select(0, codes.flatten().int()).view(codes.shape)
     found = values[0].expand(codes.shape)
     for code in range(1, len(values)):
         found = torch.where(codes == code, values[code], found)

@@ -30,7 +30,7 @@ from qat_lora.runtime.loop import Number, Tensors, factorised, fits_a_piece, loo
 
 DAMPING = 0.01  # added to the second moment's diagonal, as a share of its mean: GPTQ's own default
 NOISE = 0.2  # added to every diagonal entry, as a share of itself: least KL on text that calibration has not seen
-GRAM = 2**21  # numbers of the matrices of scales' equations that a host holds at a time
+GRAM = 2**19  # numbers of the matrices of scales' equations that a host holds at a time
 PANEL = 256  # columns of a factor that are in float64 at a time
 BLOCK = 64  # columns handled before their joint effect is pushed on: fewer, larger matrix products
 FEW_COLUMNS = 8  # of a block, where calls cost more than sums
@@ -239,9 +239,9 @@ def descend(slope_RI: Tensor, damped_LII: Tensor, grid: Grid, codes_RI: Tensor) 
         local_CLO, now_CLO, scale_CLO = (_by_layer(x, layers) for x in (local_CR, now_CR, block.scale))
         pull_CLO = part(pull_LI, number, BLOCK, 1).T[..., None] / scale_CLO
         within_LCC, of_columns = part(rows_LCI, number, BLOCK, 2), (pull_CLO, now_CLO, scale_CLO)
-        if layers == 1 and grid.counts and fits_a_piece(local_CLO):
+        if layers == 1 and fits_a_piece(local_CLO):
             given = (x[:, 0] for x in (local_CLO, within_LCC.permute(1, 0, 2), *of_columns))
-            found_CLO, steps_CLO = _turned_columns(len(grid.values) - 1, *given)
+            found_CLO, steps_CLO = _turned_columns(grid, *given)
         else:
             inputs = [_later(within_LCC), *(x[:, None] for x in of_columns)]
             _, (found_CLO, steps_CLO) = loop(turn_column, len(now_CLO), [local_CLO], inputs)
@@ -255,17 +255,21 @@ def descend(slope_RI: Tensor, damped_LII: Tensor, grid: Grid, codes_RI: Tensor) 
     return codes_IR[:columns].T.contiguous(), slope[:, :columns]
 
 
-def _turned_columns(most: int, *given_C: Tensor) -> tuple[Tensor, Tensor]:
+def _turned_columns(grid: Grid, *given_C: Tensor) -> tuple[Tensor, Tensor]:
     """Return what `turn_column` finds and steps by, by NumPy: on few rows a host spends its time in calls, not sums."""
     local, rows, *given = (x.numpy() for x in given_C)
+    book, midpoints = grid.values.numpy(), ((grid.values[1:] + grid.values[:-1]) / 2).numpy()
     found, steps, pushed = np.empty_like(local), np.empty_like(local), np.empty_like(local)
-    none, all_ = np.zeros_like(local[0]), np.full_like(local[0], most)
+    none, all_ = np.zeros_like(local[0]), np.full_like(local[0], len(book) - 1)
     for end in range(FEW_COLUMNS, len(local) + FEW_COLUMNS, FEW_COLUMNS):
         few = slice(end - FEW_COLUMNS, end)
         each = zip(*(x[few] for x in (local, rows, *given, found, steps)), strict=True)
         for j, (left, row, pull, now, scale, code, step) in enumerate(each, few.start + 1):
-            np.rint(np.add(np.multiply(left, pull, out=code), now, out=code), out=code)
-            np.minimum(np.maximum(code, none, out=code), all_, out=code)
+            np.add(np.multiply(left, pull, out=code), now, out=code)
+            if grid.counts:
+                np.minimum(np.maximum(np.rint(code, out=code), none, out=code), all_, out=code)
+            else:
+                book.take(midpoints.searchsorted(code, "right"), out=code, mode="clip")
             np.multiply(np.subtract(code, now, out=step), scale, out=step)
             np.multiply(row[j:end, None], step, out=pushed[j:end])
             np.subtract(local[j:end], pushed[j:end], out=local[j:end])

@@ -46,13 +46,13 @@ def scale_shapes(spec: QuantSpec, out_features: int, in_features: int) -> dict[s
         return {"scale_a": (out_features, spec.rank), "scale_b": (spec.rank, in_features)}
     if spec.step_bits is not None:
         return dict.fromkeys(("scale", "minimum")[: len(spec.whole)], (out_features, in_features // SUPER))
-    return {"scale": (_rows(spec, out_features), spec.groups(in_features))}
+    return {"scale": (1 if spec.sharing == "tensor" else out_features, spec.groups(in_features))}
 
 
 def whole_shapes(spec: QuantSpec, out_features: int, in_features: int) -> dict[str, tuple[int, int]]:
     """Return names and packed shapes of the whole numbers of groups: zero points, or multiples of K-quants."""
-    shape = _rows(spec, out_features), packed_width(spec.groups(in_features), spec.whole_bits)
-    return dict.fromkeys(spec.whole, shape)
+    rows = 1 if spec.sharing == "tensor" else out_features
+    return dict.fromkeys(spec.whole, (rows, packed_width(spec.groups(in_features), spec.whole_bits)))
 
 
 def pack_whole(whole: Tensor, spec: QuantSpec) -> Tensor:
@@ -68,10 +68,6 @@ def unpack_whole(packed: Tensor, spec: QuantSpec, in_features: int) -> Tensor:
 def lift(spec: QuantSpec) -> int:
     """Return what is added to the whole numbers of groups to store them: steps of integer codes have a sign."""
     return 2 ** (spec.whole_bits - 1) if spec.step_bits and spec.code == "integer" else 0
-
-
-def _rows(spec: QuantSpec, out_features: int) -> int:
-    return 1 if spec.sharing == "tensor" else out_features
 
 
 class Meaning(NamedTuple):

@@ -61,8 +61,8 @@ def test_the_aimed_weight_is_the_least_squares_map_from_the_students_inputs():
     x = draw.normal(size=(500, 8)) @ draw.normal(size=(8, 8))
     y = x + 0.3 * draw.normal(size=(500, 8)) @ draw.normal(size=(8, 8))
     weight = draw.normal(size=(5, 8))
-    moment, cross = y.T @ y / 500, x.T @ y / 500
-    given = (torch.from_numpy(a) for a in (weight, moment, cross))
+    moment, shift = y.T @ y / 500, (x - y).T @ y / 500
+    given = (torch.from_numpy(a) for a in (weight, moment, shift))
     # The same problem with the damping as 8 more tokens, on which the weight is to stay as it is.
     extra = np.sqrt(500 * 0.01 * np.diag(moment).mean()) * np.eye(8)
     inputs, wanted = np.concatenate([y, extra]), np.concatenate([x @ weight.T, extra @ weight.T])

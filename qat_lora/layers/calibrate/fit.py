@@ -15,6 +15,7 @@ Sources: QERA (arXiv 2410.06040), EoRA (2410.21271); alternation, LoftQ (2310.08
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -70,17 +71,15 @@ class _Root(NamedTuple):
             values, basis = torch.linalg.eigh(moment.double())
             return cls(torch.linalg.qr(((values.clamp_min(0) + lift).sqrt() * basis).T).R.T.to(moment.dtype))
 
-    @classmethod
-    def plain(cls, size: int, like: Tensor) -> _Root:
-        """Return the root of the metric in which everything counts alike."""
-        return cls(torch.ones(size, dtype=torch.float64, device=like.device))
-
-    def times(self, rows: Tensor) -> Tensor:
-        """Return X L for X [.., n], without most of the zeros above the diagonal."""
+    def times(self, rows: Tensor, into: Tensor | None = None) -> Tensor:
+        """Return X L for X [.., n], which it may overwrite, without most of the zeros above the diagonal."""
         factor, size = self.factor.to(rows.dtype), -(-len(self.factor) // 4)
         if factor.dim() == 1:
             return rows * factor
-        return torch.cat([rows[..., i * size :] @ x[i * size :] for i, x in enumerate(factor.split(size, 1))], -1)
+        products = torch.empty_like(rows) if into is None else into
+        for i, x in enumerate(factor.split(size, 1)):
+            products[..., i * size : (i + 1) * size] = rows[..., i * size :] @ x[i * size :]
+        return products
 
     def over(self, rows: Tensor) -> Tensor:
         """Return X L⁻¹ for X [.., n], of the root's type."""
@@ -105,22 +104,20 @@ class Metric(NamedTuple):
     @classmethod
     def of(cls, like_OI: Tensor, second_moment_II: Tensor | None, outputs_OO: Tensor | None = None) -> Metric:
         """Return the metric of a layer; without a moment everything counts alike."""
-        rows, columns = like_OI.shape
-        left = _Root.plain(rows, like_OI) if outputs_OO is None else _Root.of(outputs_OO, OUTPUT_FLOOR)
-        right = _Root.plain(columns, like_OI) if second_moment_II is None else _Root.of(second_moment_II, INPUT_FLOOR)
-        return cls(left, right)
+        sides = zip(like_OI.shape, (outputs_OO, second_moment_II), (OUTPUT_FLOOR, INPUT_FLOOR), strict=True)
+        ones = functools.partial(torch.ones, dtype=torch.float64, device=like_OI.device)
+        return cls(*(_Root(ones(size)) if given is None else _Root.of(given, floor) for size, given, floor in sides))
 
     def weigh(self, error_OI: Tensor) -> Tensor:
         """Return an error between the roots, in its own type; the sum of the squares is its cost."""
-        return self.outputs.times(self.inputs.times(error_OI).T).T
+        weighed = self.inputs.times(error_OI).T
+        return self.outputs.times(weighed, weighed).T
 
     def correction(self, error_OI: Tensor, rank: int, joint_rank: int = 0) -> tuple[Factors, float]:
         """Return the best rank-r correction of an error, and the cost that `joint_rank` of its columns leave."""
         weighed = self.weigh(error_OI)
         u, s, v = _leading(weighed, rank)
-        half = s.sqrt()
-        a = self.inputs.over((v * half).T)
-        b = self.outputs.over((u * half).T).T
+        a, b = self.inputs.over((v * s.sqrt()).T), self.outputs.over((u * s.sqrt()).T).T
         norms = (torch.linalg.vector_norm(part, dim=-1).double() for part in (weighed, s[:joint_rank]))
         whole, corrected = (float(norm.square().sum()) for norm in norms)
         return Factors(a.float(), b.float()), whole - corrected
@@ -208,21 +205,26 @@ class _Solver(NamedTuple):
     def with_adapter(self, weights_OI: Sequence[Tensor], metrics: Sequence[Metric], rank: int) -> Found:
         """Return the codes that an adapter of this rank corrects best; the two are fitted in turn."""
 
-        def rest(i: int, codes: QuantizedWeight) -> tuple[Tensor, float]:
-            factors, left = metrics[i].correction(weights_OI[i] - codes.dense(self.spec), rank, rank)
-            return weights_OI[i] - factors.b_OR @ factors.a_RI, left
+        def rest(i: int, codes: QuantizedWeight) -> tuple[Factors, float]:
+            return metrics[i].correction(codes.dense(self.spec).neg_().add_(weights_OI[i]), rank, rank)
 
-        targets, best = list(weights_OI), dict[int, tuple[float, QuantizedWeight, Tensor]]()
+        def targets(beside: Sequence[Factors | None]) -> list[Tensor]:
+            pairs = zip(weights_OI, beside, strict=True)
+            return [w if x is None else (x.b_OR @ x.a_RI).neg_().add_(w) for w, x in pairs]
+
+        beside: list[Factors | None] = [None] * len(weights_OI)
+        best = dict[int, tuple[float, QuantizedWeight, Factors | None]]()
         for _ in range(1 + TURNS):
-            for i, quantised in enumerate(self.quantised(targets, TURN_ROUNDS)):
+            for i, quantised in enumerate(self.quantised(targets(beside), TURN_ROUNDS)):
                 following, left = rest(i, quantised)
                 if i not in best or left < best[i][0]:
-                    best[i] = left, quantised, targets[i]
-                targets[i] = following
-        least, found, aims = zip(*best.values(), strict=True)
+                    best[i] = left, quantised, beside[i]
+                beside[i] = following
+        least, found, kept = zip(*best.values(), strict=True)
         if self.settings.method != "descent" or self.curvature is None:
             return list(found)
-        aim = self._stacked(aims)
+        vars(self.curvature).pop("inverse_root_LII", None)  # no start follows
+        aim = self._stacked(targets(kept))
         start = QuantizedWeight.joined(found).to(aim.device)
         refined = initialize.refine(aim, self.spec, start, self.curvature, ROUNDS - TURN_ROUNDS)
         split = refined.to(weights_OI[0].device).split(len(found))
@@ -232,13 +234,12 @@ class _Solver(NamedTuple):
         self, weights_OI: Sequence[Tensor], metrics: Sequence[Metric], outputs: Sequence[Tensor | None], found: Found
     ) -> Found:
         """Return weights after descent in both metrics, beside the joint adapter; as given without a whole G."""
-        moments = [moment.float() for moment in outputs if moment is not None and moment.dim() == 2]
-        if self.settings.method != "descent" or len(moments) < len(metrics):
+        wholes = [damped(x.float(), OUTPUT_FLOOR) for x in outputs if x is not None and x.dim() == 2]
+        if self.settings.method != "descent" or len(wholes) < len(metrics):
             return found
         assert self.curvature is not None
         vars(self.curvature).pop("inverse_root_LII", None)  # no start follows
         aim, rank = self._stacked(weights_OI), min(self.settings.joint_rank, *weights_OI[0].shape)
-        wholes = [damped(moment, OUTPUT_FLOOR) for moment in moments]
         for rounds in [FOLLOWED] * (TWO_SIDED_ROUNDS // FOLLOWED) if rank else [TWO_SIDED_ROUNDS]:
             costs = [
                 metric.outputs.beyond(g, metric.correction(weight - now.dense(self.spec), rank)[0].b_OR) if rank else g

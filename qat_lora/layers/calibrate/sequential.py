@@ -123,7 +123,7 @@ class _Block:
             for path in paths:
                 if (name := f"{self.name}.{path}") not in moments:
                     alike = self.fitter.stand_in(name, {other: pair[0] for other, pair in moments.items()})
-                    moments[name] = alike, alike  # so it aims at its own weight
+                    moments[name] = alike, torch.zeros_like(alike)  # so it aims at its own weight
             for names in self.fitter.groups(moments):
                 wanted = [aimed_weight(self.fitter.linear(name).weight.data, *moments[name]) for name in names]
                 given: list[Tensor | None] = [moments.pop(name)[0] for name in names]  # no other matrix is kept
@@ -157,7 +157,7 @@ class _Block:
     def _moments(
         self, paths: list[str], exact: list[Tensor], student: list[Tensor]
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return E[y yᵀ] and E[x yᵀ] of the inputs of one stage's layers, by name: costs weigh tokens for each.
+        """Return E[y yᵀ] and E[(x - y) yᵀ] of the inputs of one stage's layers, by name: costs weigh tokens for each.
 
         In both an expert gets the tokens that the reference sends it; with fewer than `FEWEST_TOKENS` it is left out.
         """
@@ -174,8 +174,8 @@ class _Block:
                 counts = y.new_ones(len(y)) if costs is None else costs[name].weights(i, seen)
                 if name not in sums:
                     sums[name] = [y.new_zeros(size) for size in ((y.shape[1],) * 2, (y.shape[1],) * 2, ())]
-                weighted, (moment, cross, mass) = y * counts[:, None], sums[name]
-                moment.addmm_(weighted.T, y), cross.addmm_(x.T, weighted), mass.add_(counts.sum())
+                weighted, (moment, shift, mass) = y * counts[:, None], sums[name]
+                moment.addmm_(weighted.T, y), shift.addmm_((x - y).T, weighted), mass.add_(counts.sum())
                 reached[name] = reached.get(name, 0) + len(y)
         enough = [name for name in sums if reached[name] >= FEWEST_TOKENS or not siblings_of(name)]
         return {name: (sums[name][0].div_(sums[name][2]), sums[name][1].div_(sums[name][2])) for name in enough}
@@ -222,10 +222,10 @@ def _inputs_of(
     return seen
 
 
-def aimed_weight(weight_OI: Tensor, moment_II: Tensor, cross_II: Tensor) -> Tensor:
-    """Return W* = W + W (E[x yᵀ] - E[y yᵀ]) E[y yᵀ]⁻¹, from E[y yᵀ], damped where it is inverted, and E[x yᵀ]."""
+def aimed_weight(weight_OI: Tensor, moment_II: Tensor, shift_II: Tensor) -> Tensor:
+    """Return W* = W + W E[(x - y) yᵀ] E[y yᵀ]⁻¹, from E[y yᵀ], damped where it is inverted, and E[(x - y) yᵀ]."""
     weight, root = weight_OI.to(moment_II.dtype), invert(cholesky(damped(moment_II)))
-    return (weight @ (cross_II - moment_II) @ root.T @ root).add_(weight).float()
+    return (weight @ shift_II @ root.T @ root).add_(weight).float()
 
 
 def capture_calls(
@@ -263,6 +263,5 @@ def capture_calls(
 
 def run_block(block: nn.Module, states: Tensor, call: Call) -> Tensor:
     """Return a block's output for one batch."""
-    args, kwargs = call
-    output = block(states, *args, **kwargs)
+    output = block(states, *call[0], **call[1])
     return output if isinstance(output, Tensor) else output[0]
