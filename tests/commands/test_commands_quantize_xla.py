@@ -31,7 +31,8 @@ pytestmark = [
 
 
 def test_the_default_start_is_what_a_cpu_finds(tiny, tmp_path):
-    common = ["quantize", "--model", str(tiny.teacher), "--dataset", str(tiny.text), "--calibration-rows", "16"]
+    # On some texts a near tie is decided by the last digit, here otherwise than there, and later codes follow.
+    common = ["quantize", "--model", str(tiny.teacher), "--dataset", str(tiny.text), "--calibration-rows", "24"]
     common += ["--calibration-length", "16", "--start-rank", "2", "--joint-rank", "2", "--quiet", "--keep", "self_attn"]
     main([*common, "--device", "cpu", "--out", str(tmp_path / "cpu")])
     subprocess.run(
