@@ -26,11 +26,11 @@ from torch import Tensor
 from qat_lora.quant.codes import decode, encode
 from qat_lora.quant.scales import TINY, stored
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.runtime.loop import Number, Tensors, factorised, fits_a_piece, loop, part, rest, whole_parts
+from qat_lora.runtime.loop import Number, Tensors, factorised, fits_a_piece, loop, part, rest, rows_at_once, whole_parts
 
 DAMPING = 0.01  # added to the second moment's diagonal, as a share of its mean: GPTQ's own default
 NOISE = 0.2  # added to every diagonal entry, as a share of itself: least KL on text that calibration has not seen
-GRAM = 2**19  # numbers of the matrices of scales' equations that a host holds at a time
+GRAM = 2**19  # numbers of the matrices of scales' equations that a host holds at a time; a device four times as many
 PANEL = 256  # columns of a factor that are in float64 at a time
 BLOCK = 64  # columns handled before their joint effect is pushed on: fewer, larger matrix products
 FEW_COLUMNS = 8  # of a block, where calls cost more than sums
@@ -346,7 +346,8 @@ def refit_parts(
 
 def _fitted(rows_GRG: Tensor, right_RG: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
     """Return the scales that solve the normal equations, given by the upper triangles of their matrices."""
-    if len(right_RG) > (most := max(1, GRAM // right_RG.shape[1] ** 2)):
+    most = min(rows_at_once(rows_GRG.transpose(0, 1), GRAM), max(1, 4 * GRAM // right_RG.shape[1] ** 2))
+    if len(right_RG) > most:
         parts = zip(rows_GRG.split(most, 1), right_RG.split(most), scale.split(most), strict=True)
         return torch.cat([_fitted(*part, spec) for part in parts])
     gram, right = rows_GRG.permute(1, 0, 2).double().triu_(), right_RG.double()

@@ -36,7 +36,7 @@ from qat_lora.quant.codes import code_values, decode, first_value, nearest
 from qat_lora.quant.gptq import BLOCK, Curvature, Grid, Steps, descend, gptq, refit_parts, refit_scales, slope_of
 from qat_lora.quant.scales import Cost, Scales, multiples, stored
 from qat_lora.quant.spec import SUPER, QuantSpec
-from qat_lora.runtime.loop import Number, Tensors, part, rows_at_a_time, whole_parts
+from qat_lora.runtime.loop import Number, Tensors, part, rows_at_once, whole_parts
 from qat_lora.runtime.xla.runtime import xla_mark_step
 
 Method = Literal["absmax", "mse", "awq", "gptq", "descent"]
@@ -171,7 +171,7 @@ def _refined(
 def _parts(weight_RI: Tensor, spec: QuantSpec, curvature: Curvature) -> int:
     """Return in how many parts a host solves for the rows of a layer, which share nothing but the curvature."""
     apart = spec.sharing in ("group", "channel") and len(curvature.diagonal_LI) == 1
-    return -(-len(weight_RI) // rows_at_a_time(weight_RI, PART)) if apart else 1
+    return -(-len(weight_RI) // rows_at_once(weight_RI, PART)) if apart else 1
 
 
 def _refitted(now: QuantizedWeight, spec: QuantSpec, level: str, slope: Tensor, moment: Tensor) -> QuantizedWeight:

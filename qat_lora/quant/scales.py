@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qat_lora.quant.codes import code_values, decode, encode, full_range, nearest_value, pack, packed_width, unpack
 from qat_lora.quant.spec import SUPER, QuantSpec
-from qat_lora.runtime.loop import Tensors, loop, rows_at_a_time
+from qat_lora.runtime.loop import Tensors, loop, rows_at_once
 from qat_lora.runtime.precision import exact_matmul
 
 Scales = tuple[Tensor, ...]
@@ -253,7 +253,7 @@ def _cheapest(at: Callable[..., tuple[Tensors, Tensor]], given: Tensors, cost: C
 
     if len(cost.given) != len(given[0]):  # which has no rows
         return search(cost.given, *given)
-    rows = rows_at_a_time(given[0])
+    rows = rows_at_once(given[0])
     pieces = [search(*piece) for piece in zip(*(x.split(rows) for x in (cost.given, *given)), strict=True)]
     return [torch.cat(found) for found in zip(*pieces, strict=True)]
 

@@ -66,7 +66,7 @@ def whole_parts(x: Tensor, size: int, *dims: int, fill: float = 0.0) -> Tensor:
     return torch.nn.functional.pad(x, [n for pad in reversed(pads) for n in (0, pad)], value=fill)
 
 
-def rows_at_a_time(x: Tensor, numbers: int = PIECE) -> int:
+def rows_at_once(x: Tensor, numbers: int = PIECE) -> int:
     """Return how many rows of a tensor long elementwise work shall take in one piece: all of them but on a host."""
     return len(x) if x.device.type != "cpu" else max(1, numbers // x[0].numel())
 

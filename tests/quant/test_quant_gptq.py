@@ -230,15 +230,17 @@ def test_descent_never_raises_a_rows_error_and_ends_where_it_stays(dtype):
     assert torch.equal(start, codes[order])
 
 
+@pytest.mark.parametrize("book", [[0.0, 1.0, 2.0, 3.0], [-1.0, -0.2, 0.1, 1.0, 2.5]])
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("rows, columns", [(1, 7), (24, 150)])
-def test_columns_taken_by_numpy_are_those_of_the_loop(rows, columns, zero, monkeypatch):
+def test_columns_taken_by_numpy_are_those_of_the_loop(rows, columns, zero, book, monkeypatch):
     """In float64, where no rounding makes another code nearest."""
     draw = torch.Generator().manual_seed(rows)
     damped = torch.from_numpy(correlated(columns)[1])[None].double() + 0.1 * torch.eye(columns, dtype=torch.float64)
     scale = torch.rand(rows, columns, generator=draw, dtype=torch.float64) + 0.5
     zeros = torch.rand(rows, columns, generator=draw, dtype=torch.float64).mul(3) if zero else 1.5
-    grid, codes = Grid(torch.arange(4.0).double(), scale, zeros, True), torch.ones(rows, columns, dtype=torch.uint8)
+    grid = Grid(torch.tensor(book).double(), scale, zeros, counts=len(book) == 4)
+    codes = torch.ones(rows, columns, dtype=torch.uint8)
     weight = 2 * torch.randn(rows, columns, generator=draw, dtype=torch.float64)
     slope, found = slope_of(weight, grid.dense(codes), damped), []
     for numbers in (loop.PIECE, 0):

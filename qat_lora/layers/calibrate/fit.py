@@ -72,7 +72,7 @@ class _Root(NamedTuple):
             return cls(torch.linalg.qr(((values.clamp_min(0) + lift).sqrt() * basis).T).R.T.to(moment.dtype))
 
     def times(self, rows: Tensor, into: Tensor | None = None) -> Tensor:
-        """Return X L for X [.., n], which it may overwrite, without most of the zeros above the diagonal."""
+        """Return X L for X [.., n], without most of the zeros above the diagonal; `into` may be X itself."""
         factor, size = self.factor.to(rows.dtype), -(-len(self.factor) // 4)
         if factor.dim() == 1:
             return rows * factor
@@ -110,8 +110,7 @@ class Metric(NamedTuple):
 
     def weigh(self, error_OI: Tensor) -> Tensor:
         """Return an error between the roots, in its own type; the sum of the squares is its cost."""
-        weighed = self.inputs.times(error_OI).T
-        return self.outputs.times(weighed, weighed).T
+        return self.outputs.times(weighed := self.inputs.times(error_OI).T, weighed).T
 
     def correction(self, error_OI: Tensor, rank: int, joint_rank: int = 0) -> tuple[Factors, float]:
         """Return the best rank-r correction of an error, and the cost that `joint_rank` of its columns leave."""

@@ -123,7 +123,7 @@ class _Block:
             for path in paths:
                 if (name := f"{self.name}.{path}") not in moments:
                     alike = self.fitter.stand_in(name, {other: pair[0] for other, pair in moments.items()})
-                    moments[name] = alike, torch.zeros_like(alike)  # so it aims at its own weight
+                    moments[name] = alike, alike.new_zeros(()).expand_as(alike)  # so it aims at its own weight
             for names in self.fitter.groups(moments):
                 wanted = [aimed_weight(self.fitter.linear(name).weight.data, *moments[name]) for name in names]
                 given: list[Tensor | None] = [moments.pop(name)[0] for name in names]  # no other matrix is kept
