@@ -279,6 +279,7 @@ def main() -> None:
         if found is None:
             if name == "quantize" and arguments.init != "absmax":
                 result["solver_operations"] = planned(order)["solvers"]["operations"]
+            plan = planned(order) if name in ("recover", "eval", "export") else {}
             before = result["cut_off"].get(name, {})
 
             def note(now: dict[str, Any], name: str = name, before: dict[str, Any] = before) -> None:
@@ -287,6 +288,8 @@ def main() -> None:
 
             found = joined(before, run(order, work / "log.txt", note=note))
             result["cut_off"].pop(name, None)
+            if plan:
+                found["planned_s"] = round(3600 * plan["devices"]["this CPU"]["hours"], 1)
             found["bytes"] = sum(file.stat().st_size for file in (work / folder).rglob("*") if file.is_file())
             counted = operations(shape, result.get("solver_operations", 0)).get(name)
             if counted and (name != "quantize" or arguments.init != "absmax"):

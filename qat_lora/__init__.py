@@ -22,18 +22,12 @@ from qat_lora.models.register import register_with_transformers
 
 __version__ = "0.1.0"
 
-_HOMES = dict.fromkeys(
-    ("build_kd_cache", "evaluate_models", "export_student", "generate_text", "quantize_model", "train_recovery_lora"),
-    "qat_lora.api",
-) | {
-    "KDCacheDataset": "qat_lora.cache.read.dataset",
-    "QuantSpec": "qat_lora.quant.spec",
-    "fused_linear_kd": "qat_lora.losses.fused.op",
-    "is_xla_device": "qat_lora.runtime.xla.runtime",
-    "kd_soft_ce": "qat_lora.losses.estimators",
-    "notebook_launch": "qat_lora.runtime.launch.start",
-    "xla_mark_step": "qat_lora.runtime.xla.runtime",
-}
+_COMMANDS = "build_kd_cache evaluate_models export_student generate_text quantize_model train_recovery_lora"
+_HOMES = dict.fromkeys(_COMMANDS.split(), "qat_lora.api")
+_HOMES |= dict.fromkeys(("is_xla_device", "xla_mark_step"), "qat_lora.runtime.xla.runtime")
+_HOMES |= {"KDCacheDataset": "qat_lora.cache.read.dataset", "QuantSpec": "qat_lora.quant.spec"}
+_HOMES |= {"fused_linear_kd": "qat_lora.losses.fused.op", "kd_soft_ce": "qat_lora.losses.estimators"}
+_HOMES["notebook_launch"] = "qat_lora.runtime.launch.start"
 
 __all__ = sorted(_HOMES)
 

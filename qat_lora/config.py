@@ -38,6 +38,9 @@ HELP: dict[str, str] = _TEXTS["help"]  # of settings, where it would take more t
 OTHER_NAMES: dict[str, list[str]] = _TEXTS["names"]  # what other tools and the predecessor call our settings
 
 
+_UNLIMITED = {"below": INT_LIMIT, "min": -math.inf, "above": -math.inf, "max": math.inf}
+
+
 def option(
     default: Any,
     help: str,
@@ -48,21 +51,19 @@ def option(
     on: float | None = None,
     required: bool = False,
     without: tuple[str, ...] = (),
-    below: int = INT_LIMIT,
-    min: float = -math.inf,
-    above: float = -math.inf,
-    max: float = math.inf,
+    **limits: float,
 ) -> Any:
     """Declare a setting: its default (of a group: its class), one line of help, its unit, a second name.
 
     `--help` of a command with many settings shows the `common` ones. `on` is what `true` means for a number; `false` is
     then 0. A `required` one has no default. `without` are, of a group, the settings (or groups, or dotted paths) that
     its owner does not use: they get no flag and no line in a `config.yaml`, and are refused where they are given, since
-    a setting without effect misleads. `min` and `max` of a number are allowed, `above` and `below` are not.
+    a setting without effect misleads. `limits`: `min` and `max` of a number are allowed, `above` and `below` are not.
     """
     metadata: dict[str, Any] = {"help": help + " (required)" * required, "unit": unit, "alias": alias, "on": on}
-    metadata |= {"required": required, "without": without, "below": below, "min": min, "above": above, "max": max}
-    metadata |= {"common": common}
+    metadata |= {"required": required, "without": without, "common": common, **_UNLIMITED, **limits}
+    if unknown := limits.keys() - _UNLIMITED:
+        raise TypeError(f"option() has no {', '.join(unknown)}")
     if isinstance(default, type) and dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

@@ -5,6 +5,7 @@ The command line is read off these classes (`cli.py`), so a flag, its default, i
 
 import functools
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Literal
 
 from qat_lora.cache.build.served import ServedConfig
@@ -16,11 +17,12 @@ from qat_lora.errors import ConfigError
 from qat_lora.evaluate.health import HealthConfig
 from qat_lora.evaluate.protocols import Protocol
 from qat_lora.evaluate.tasks import TasksConfig
+from qat_lora.files.gguf_header import GGUF
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.latent import Gradient
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
-from qat_lora.models.hub import HubConfig
+from qat_lora.models.hub import HubConfig, local_folder
 from qat_lora.quant.presets import TargetConfig
 from qat_lora.runtime.launch.select import ChipsConfig, check_device
 from qat_lora.train.blockwise import BlockwiseConfig
@@ -87,7 +89,7 @@ class CacheBuildOptions:
     shard_rows: int | None = _rows(None, "rows of a shard; default: about 128 MB")
     device_map: DeviceMap = option("none", HELP["device_map"])
     builder: str = option("0/1", "i/n: this is builder i of n that fill --out together, each with its own files")
-    dry_run: bool = common(False, "time a few batches, print hours, bytes and free disk, and write nothing")
+    dry_run: bool = common(False, HELP["build.dry_run"])
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run", without=("chips.parallel", "chips.shard_base"))
 
@@ -106,6 +108,14 @@ class CacheBuildOptions:
         if self.num_rows is not None and not share.of(self.num_rows):
             left = f"{self.num_rows} leaves builder {share} nothing"
             raise ConfigError(f"num_rows: {left}; give more rows or fewer builders")
+
+    @property
+    def dry_run_measures(self) -> bool:
+        """True where a dry run has the teacher to time, False for one whose weights are not here."""
+        name, names = str(self.teacher), ("model.safetensors", "model.safetensors.index.json")
+        return (
+            self.served.teacher_url is not None or Path(name).suffix == GGUF or local_folder(name, *names) is not None
+        )
 
     @property
     def draws_from_tail(self) -> int:
@@ -288,6 +298,7 @@ class EvalOptions:
     batch_size: int = _rows(4, "rows of a forward")
     resamples: int = option(1000, "bootstrap draws for the 95 % intervals", unit="draws", min=100)
     kd_cache_dir: str | None = option(None, HELP["eval.kd_cache_dir"], alias="cache_dir")
+    dry_run: bool = common(False, HELP["forward.dry_run"])
     health: HealthConfig = option(HealthConfig, "generation")
     harness: TasksConfig = option(TasksConfig, "tasks")
     hub: HubConfig = option(HubConfig, "models")
@@ -317,6 +328,7 @@ class ExportOptions:
     eval_rows: int = _rows(16, "rows of that text")
     scores: str | None = common(None, "folder of a `qat-lora eval` run whose scores the model card shows")
     license: str | None = common(None, "licence that the model card names, for example apache-2.0")
+    dry_run: bool = common(False, HELP["forward.dry_run"])
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run", without=("chips", "dtype", "seed"))
 

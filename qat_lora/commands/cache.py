@@ -149,14 +149,9 @@ def _open_teacher(
         sha256 = checkpoint_sha256(teacher.folder)
     teacher = _with_vocabulary(teacher, tokenizer, options.vocab_size)
     template = getattr(tokenizer, "chat_template", None)
-    about = {
-        "tokenizer_sha256": tokenizer_sha256(tokenizer),
-        "vocab_size": teacher.vocab_size,
-        "teacher": name,
-        "teacher_sha256": sha256,
-        "chat_template_sha256": hashlib.sha256(str(template).encode()).hexdigest() if template else None,
-        "builder": software,
-    }
+    about = {"tokenizer_sha256": tokenizer_sha256(tokenizer), "vocab_size": teacher.vocab_size}
+    about |= {"teacher": name, "teacher_sha256": sha256, "builder": software}
+    about["chat_template_sha256"] = hashlib.sha256(str(template).encode()).hexdigest() if template else None
     return teacher, tokenizer, folder, about
 
 

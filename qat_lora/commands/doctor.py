@@ -74,19 +74,13 @@ def examine(environ: Mapping[str, str], needs: Requirements | None = None) -> li
     except importlib.metadata.PackageNotFoundError:
         required, extras = [], []
         package = [Finding("qat-lora", "problem", "is not installed", "pip install -e . in its folder")]
-    return [
-        Finding("python", "ok", platform.python_version()),  # an older one than we need could not import this
-        *package,
-        *_check_packages(required, versions),
-        _check_xla_fit(versions, found, libtpu_specifier()),
-        *_check_device(found, Path("/proc/driver/nvidia/version").exists(), needs),
-        *_check_accelerators(accelerators(environ, found), needs),
-        *_check_variables(environ, found),
-        _check_disk(shutil.disk_usage(Path.cwd()).free / GIB, Path.cwd(), needs),
-        _check_ram(free_memory_bytes(), needs),
-        _check_hub(environ),
-        *_check_extras(required, extras, versions),
-    ]
+    python = Finding("python", "ok", platform.python_version())  # an older one than we need could not import this
+    packages = [*_check_packages(required, versions), _check_xla_fit(versions, found, libtpu_specifier())]
+    devices = _check_device(found, Path("/proc/driver/nvidia/version").exists(), needs)
+    devices = [*devices, *_check_accelerators(accelerators(environ, found), needs), *_check_variables(environ, found)]
+    room = [_check_disk(shutil.disk_usage(Path.cwd()).free / GIB, Path.cwd(), needs)]
+    room += [_check_ram(free_memory_bytes(), needs), _check_hub(environ)]
+    return [python, *package, *packages, *devices, *room, *_check_extras(required, extras, versions)]
 
 
 def findings_text(findings: Sequence[Finding]) -> str:
@@ -320,12 +314,12 @@ def doctor(planned: tuple[str, ...], compile_for: str | None) -> None:
 def _requirements(planned: Sequence[str]) -> Requirements:
     from qat_lora.cli import OptionsCommand  # the parser of the planned command
 
-    command = COMMANDS.get(planned[0])
+    count = 1 + (" ".join(planned[:2]) in COMMANDS)
+    command = COMMANDS.get(words := " ".join(planned[:count]))
     if command is None or not command.plan:
-        allowed = " or ".join(words for words, other in COMMANDS.items() if other.plan)
+        allowed = " or ".join(name for name, other in COMMANDS.items() if other.plan)
         raise click.UsageError(f"doctor: {' '.join(planned)!r} is not planned from shapes; give {allowed}, or nothing")
     select_runtime("cpu")  # before transformers is imported, as for every command
     parser = OptionsCommand(command)
-    options = parser.options(parser.make_context(planned[0], list(planned[1:])))
-    needs: Requirements = command.load("plan")(options).requirements
-    return needs._replace(device="tpu" if options.run.tpu else options.run.device)
+    options = parser.options(parser.make_context(words, list(planned[count:])))
+    return command.load("plan")(options).requirements._replace(device="tpu" if options.run.tpu else options.run.device)

@@ -177,16 +177,11 @@ def _report(
     stride = (options.stride or options.length // 2) if options.protocol == "sliding" else None
     setup = {"teacher": str(options.teacher), "protocol": options.protocol, "length": length, "stride": stride}
     setup |= {"dtype": run.dtype, "device": runtime.description, "resamples": options.resamples}
-    return {
-        "schema": SCHEMA,
-        "setup": setup,
-        "texts": {t: {"rows": len(of.rows), "tokens": domains[t]["teacher"]["tokens"]} for t, of in damages.items()},
-        "models": _figures(whole, drawn),
-        "calibration": {name: tally.calibration for name, tally in whole.items()},
-        "pairs": pairs(whole, drawn, list(students)),
-        "domains": domains,
-        **dict.fromkeys(("generation", "overlap", "tasks")),
-    }
+    sizes = {t: {"rows": len(of.rows), "tokens": domains[t]["teacher"]["tokens"]} for t, of in damages.items()}
+    report: dict[str, Any] = {"schema": SCHEMA, "setup": setup, "texts": sizes, "models": _figures(whole, drawn)}
+    report["calibration"] = {name: tally.calibration for name, tally in whole.items()}
+    report |= {"pairs": pairs(whole, drawn, list(students)), "domains": domains}
+    return report | dict.fromkeys(("generation", "overlap", "tasks"))
 
 
 def _figures(tallies: dict[str, Tally], drawn: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -99,15 +99,9 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         model.module.to("cpu")
         cast(model.module, dtype)
         bits = {name: round(value, 4) for name, value in bits_per_weight(model.module).items()}
-        details = {
-            "init": options.init,
-            "bits_per_weight": bits["base"],
-            "bits_per_weight_model": bits["model"],
-            "quantised_share": round(share, 4),
-            "joint_rank": options.rank_of_codes,
-            "model": str(options.model),
-            **facts,
-        }
+        details: dict[str, Any] = {"init": options.init, "joint_rank": options.rank_of_codes}
+        details |= {"bits_per_weight": bits["base"], "bits_per_weight_model": bits["model"]}
+        details |= {"quantised_share": round(share, 4), "model": str(options.model), **facts}
         with moved_into(out) as draft:
             if starts:
                 save_starts(starts, draft)

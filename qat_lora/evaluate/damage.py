@@ -86,13 +86,10 @@ def damage_report(
         means = [line["kl"] for line in documents]
         worst = heapq.nlargest(WORST, [(line, text) for text, of in texts.items() for line in of.worst[i]])
         apart = {"count": len(documents), "kl": quantiles(means) if means else None, "worst": documents[:WORST]}
-        found[name] = {
-            "kl": quantiles(kl),
-            "changed_top1": float(changed.mean()),
-            "delta_p": {"mean": float(change.mean()), "rms": float(np.sqrt((change**2).mean())), **quantiles(change)},
-            "documents": apart,
-            "worst_tokens": [{"text": text} | texts[text].in_context(line, decode) for line, text in worst],
-        }
+        of_change = {"mean": float(change.mean()), "rms": float(np.sqrt((change**2).mean())), **quantiles(change)}
+        found[name] = {"kl": quantiles(kl), "changed_top1": float(changed.mean()), "delta_p": of_change}
+        found[name]["documents"] = apart
+        found[name]["worst_tokens"] = [{"text": t} | texts[t].in_context(line, decode) for line, t in worst]
     return found
 
 

@@ -96,10 +96,5 @@ def health(continuations: Sequence[Sequence[int]], eos_id: int | None) -> dict[s
         every = [gram for of in grams[n] for gram in of]
         return len(set(every)) / len(every) if every else 0.0
 
-    return {
-        "repetition": float(np.mean(repeated)),
-        "distinct_1": distinct(1),
-        "distinct_2": distinct(2),
-        "termination": ended / len(texts),
-        "tokens": float(np.mean([len(ids) for ids in texts])),
-    }
+    found = {"repetition": float(np.mean(repeated)), "distinct_1": distinct(1), "distinct_2": distinct(2)}
+    return found | {"termination": ended / len(texts), "tokens": float(np.mean([len(ids) for ids in texts]))}

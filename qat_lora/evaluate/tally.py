@@ -69,14 +69,9 @@ def figures(sums: np.ndarray) -> dict[str, np.ndarray]:
     nll = sums[..., 1] / tokens
     with np.errstate(over="ignore"):
         ppl = np.exp(nll)
-    return {
-        "nll": nll,
-        "ppl": ppl,
-        "kl": sums[..., 2] / tokens,
-        "top1": sums[..., 3] / tokens,
-        "accuracy": sums[..., _RIGHT].sum(-1) / tokens,
-        "ece": np.abs(sums[..., _CONFIDENCE] - sums[..., _RIGHT]).sum(-1) / tokens,
-    }
+    ece = np.abs(sums[..., _CONFIDENCE] - sums[..., _RIGHT]).sum(-1) / tokens
+    found = {"nll": nll, "ppl": ppl, "kl": sums[..., 2] / tokens, "top1": sums[..., 3] / tokens}
+    return found | {"accuracy": sums[..., _RIGHT].sum(-1) / tokens, "ece": ece}
 
 
 def bootstrap(texts: Sequence[Mapping[str, Tally]], resamples: int, seed: int) -> dict[str, dict[str, np.ndarray]]:

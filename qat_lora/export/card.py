@@ -132,24 +132,16 @@ def model_card(card: Card) -> str:
         results = [{"task": {"type": "text-generation"}, "dataset": held_out, "metrics": metrics}]
         front["model-index"] = [{"name": card.name, "results": results}]
     bits = "not quantised" if card.bits_per_weight is None else f"{card.bits_per_weight:.3f} (adapter included)"
-    rows = {
-        "form": card.form,
-        **card.origin,
-        "bits per weight of the student": bits,
-        **labelled(card.result),
-        "fingerprint of the base": f"`{card.base_sha256}`",
-        "licence": card.license or "not given: those of model, teacher and data apply",
-    }
+    rows = {"form": card.form, **card.origin, "bits per weight of the student": bits, **labelled(card.result)}
+    rows["fingerprint of the base"] = f"`{card.base_sha256}`"
+    rows["licence"] = card.license or "not given: those of model, teacher and data apply"
     notes = "".join(f"* {note}\n" for note in card.notes)
-    return (Path(__file__).with_name("card.md").read_text(encoding="utf-8")).format(
-        front=yaml.safe_dump(front, sort_keys=False).strip(),
-        name=card.name,
-        facts="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
-        usage=card.usage,
-        scores=markdown_table(table_rows(card.scores)) if card.scores else "None were given with this export.",
-        checked=f"## What was and was not checked\n\n{notes}\n" if notes else "",
-        command=card.command,
-    )
+    told = {"name": card.name, "usage": card.usage, "command": card.command}
+    told["facts"] = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    told["scores"] = markdown_table(table_rows(card.scores)) if card.scores else "None were given with this export."
+    told["checked"] = f"## What was and was not checked\n\n{notes}\n" if notes else ""
+    told["front"] = yaml.safe_dump(front, sort_keys=False).strip()
+    return Path(__file__).with_name("card.md").read_text(encoding="utf-8").format(**told)
 
 
 def check_model_card(card: Path) -> None:

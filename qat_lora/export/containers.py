@@ -272,12 +272,8 @@ def quantized_table(weight_VH: Tensor, spec: QuantSpec, importance_H: Tensor | N
     return QuantizedWeight.joined([quantize_weight(part, spec, "mse", moment) for part in parts])
 
 
-K_QUANTS: dict[tuple[object, ...], str] = {
-    ("minimum", 2, 16, 4): "Q2_K",
-    ("integer", 3, 16, 6): "Q3_K",
-    ("minimum", 4, 32, 6): "Q4_K",
-    ("integer", 6, 16, 8): "Q6_K",
-}
+K_QUANTS: dict[tuple[object, ...], str] = {("minimum", 2, 16, 4): "Q2_K", ("integer", 3, 16, 6): "Q3_K"}
+K_QUANTS |= {("minimum", 4, 32, 6): "Q4_K", ("integer", 6, 16, 8): "Q6_K"}
 """Code, bits, group and bits of a multiple, of the types whose steps are multiples of a float16 of `SUPER` weights."""
 
 

@@ -80,6 +80,7 @@ class Form(NamedTuple):
     library: str  # `library_name` on the model card
     needs: str = ""  # package of the extra `export`
     dtype: str = ""  # of the dense tensors where the user names none; empty: the full-precision model's
+    engine: Engine | None = None  # by whose formats codes are laid out, None where weights are dense
 
     def plan(self, job: ExportJob) -> ExportPlan:
         """Check everything that may be refused, by a QatLoraError, and return what will be written."""

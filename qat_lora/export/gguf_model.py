@@ -140,24 +140,21 @@ def write_settings(writer: Any, model: CausalLM, rows: int) -> None:
     windows = found.gemma and [layer == "sliding_attention" for layer in config.layer_types]
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     plain = yaml.safe_load(Path(__file__).with_name("gguf_settings.yaml").read_text(encoding="utf-8"))
-    settings = {name: getattr(config, ours, None) for name, ours in plain.items()} | {
-        "expert_count": experts,
-        "expert_used_count": config.num_experts_per_tok if experts else None,
-        "rope_freq_base": float(rope.get("rope_theta", 10000.0)),
-        "rope_dimension_count": int(rope.get("partial_rotary_factor", 1.0) * width),
-        "key_length": width,
-        "value_length": width,
-        "vocab_size": rows,
-        "rope_scaling_type": {"linear": scaling.LINEAR, "yarn": scaling.YARN, "longrope": scaling.LONGROPE}.get(kind),
-        "rope_scaling_factor": rope["factor"] if kind in ("linear", "yarn") else None,
-        "rope_scaling_orig_ctx_len": original if kind in ("yarn", "longrope") else None,
-        "rope_scaling_attn_factors": stretch if kind in ("yarn", "longrope") else None,
-        "rope_scaling_yarn_beta_fast": rope.get("beta_fast"),
-        "rope_scaling_yarn_beta_slow": rope.get("beta_slow"),
-        "rope_freq_base_swa": _rope(config, "sliding_attention")["rope_theta"] if found.name == "gemma3" else None,
-        "sliding_window": config.sliding_window if found.gemma else None,
-        "sliding_window_pattern": windows or None,
-    }
+    settings = {name: getattr(config, ours, None) for name, ours in plain.items()}
+    settings |= {"key_length": width, "value_length": width, "vocab_size": rows, "expert_count": experts}
+    settings |= {"expert_used_count": config.num_experts_per_tok} if experts else {}
+    settings |= {"rope_freq_base": float(rope.get("rope_theta", 10000.0))}
+    settings |= {"rope_dimension_count": int(rope.get("partial_rotary_factor", 1.0) * width)}
+    settings |= {f"rope_scaling_yarn_{name}": rope.get(name) for name in ("beta_fast", "beta_slow")}
+    types = {"linear": scaling.LINEAR, "yarn": scaling.YARN, "longrope": scaling.LONGROPE}
+    settings |= {"rope_scaling_type": types[kind]} if kind in types else {}
+    settings |= {"rope_scaling_factor": rope["factor"]} if kind in ("linear", "yarn") else {}
+    if kind in ("yarn", "longrope"):
+        settings |= {"rope_scaling_orig_ctx_len": original, "rope_scaling_attn_factors": stretch}
+    if found.gemma:
+        settings |= {"sliding_window": config.sliding_window, "sliding_window_pattern": windows or None}
+    if found.name == "gemma3":
+        settings["rope_freq_base_swa"] = _rope(config, "sliding_attention")["rope_theta"]
     for name, value in settings.items():
         if value is not None:
             getattr(writer, f"add_{name}")(value)

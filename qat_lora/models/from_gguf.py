@@ -28,12 +28,8 @@ GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 """Blocks of the models for which llama.cpp scales attention by the hidden width of a head, not by the head's own."""
 _PAIRED = ("llama", "granite")
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_GRANITE = {
-    "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale",
-    "attention_multiplier": "attention.scale",
-    "logits_scaling": "logit_scale",
-}
+_GRANITE = {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale"}
+_GRANITE |= {"attention_multiplier": "attention.scale", "logits_scaling": "logit_scale"}
 _UNUSED = 5  # kind of the tokens that fill the rows up; their names are the converter's
 
 
@@ -47,20 +43,15 @@ def config_of(header: GGUFHeader) -> dict[str, Any]:
         heads, width = _one(of("attention.head_count")), _one(of("embedding_length"))
         rows, blocks = tensors["token_embd.weight"], {name.split(".")[1] for name in tensors if "blk." in name}
         head_dim = of("attention.key_length") or width // heads
-        config: dict[str, Any] = {
-            "model_type": ARCHITECTURES[arch],
-            "vocab_size": rows.shape[0],
-            "hidden_size": width,
-            "intermediate_size": _one(of("feed_forward_length")),
-            "num_hidden_layers": _one([of("block_count"), len(blocks)]),
-            "num_attention_heads": heads,
-            "num_key_value_heads": _one(of("attention.head_count_kv", heads)),
-            "head_dim": head_dim,
-            "max_position_embeddings": _one(of("context_length")),
-            "rms_norm_eps": float(of("attention.layer_norm_rms_epsilon")),
-            "tie_word_embeddings": "output.weight" not in tensors,
-            "rope_parameters": _rope(header, of("rope.dimension_count", head_dim) / head_dim),
-        }
+        config: dict[str, Any] = {"model_type": ARCHITECTURES[arch], "vocab_size": rows.shape[0], "hidden_size": width}
+        config |= {"num_attention_heads": heads, "head_dim": head_dim}
+        config["intermediate_size"] = _one(of("feed_forward_length"))
+        config["num_hidden_layers"] = _one([of("block_count"), len(blocks)])
+        config["num_key_value_heads"] = _one(of("attention.head_count_kv", heads))
+        config["max_position_embeddings"] = _one(of("context_length"))
+        config["rms_norm_eps"] = float(of("attention.layer_norm_rms_epsilon"))
+        config["tie_word_embeddings"] = "output.weight" not in tensors
+        config["rope_parameters"] = _rope(header, of("rope.dimension_count", head_dim) / head_dim)
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         number = header.settings.get(f"tokenizer.ggml.{key}_token_id")
         config[f"{name}_token_id"] = number if isinstance(number, int) and number < rows.shape[0] else None

@@ -17,14 +17,12 @@ class HubConfig:
 DEFAULT_HUB = HubConfig()
 
 
-def local_tokenizer(name: str | Path | None) -> Path | None:
-    """Return the folder with the tokenizer of a model that is here, or was fetched from the Hub; None for others."""
-    if name is None:
-        return None
-    folder = Path(name).expanduser()
-    if not (folder / "tokenizer.json").is_file() and str(name).count("/") == 1:
+def local_folder(name: str | Path, *files: str) -> Path | None:
+    """Return the folder with one of these files of a model that is here or was fetched from the Hub, None for none."""
+    folders = [Path(name).expanduser()]
+    if str(name).count("/") == 1:
         from huggingface_hub import try_to_load_from_cache
 
-        fetched = try_to_load_from_cache(str(name), "tokenizer.json")
-        folder = Path(fetched).parent if isinstance(fetched, str) else folder
-    return folder if (folder / "tokenizer.json").is_file() else None
+        fetched = [try_to_load_from_cache(str(name), file) for file in files]
+        folders += [Path(file).parent for file in fetched if isinstance(file, str)]
+    return next((folder for folder in folders if any((folder / file).is_file() for file in files)), None)

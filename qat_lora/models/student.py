@@ -15,7 +15,7 @@ from qat_lora.files.gguf_header import BASE, GGUF, read_header
 from qat_lora.layers.convert import bits_per_weight, lora_layers, prepare_base, quant_layers, weight_count
 from qat_lora.models import adapter as adapters
 from qat_lora.models.from_gguf import check_tokens
-from qat_lora.models.hub import DEFAULT_HUB, HubConfig, local_tokenizer
+from qat_lora.models.hub import DEFAULT_HUB, HubConfig, local_folder
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, resolve_model
 
 
@@ -64,7 +64,7 @@ def with_tokenizer(model: CausalLM, places: Iterable[str | Path | None]) -> Caus
     """
     if model.folder.suffix != GGUF:
         return model
-    folder = next((found for found in map(local_tokenizer, places) if found), None)
+    folder = next((found for place in places if place and (found := local_folder(place, "tokenizer.json"))), None)
     if folder is None:
         remedy = "give --tokenizer FOLDER, or put the original model's tokenizer.json beside it"
         raise ModelError(f"tokenizer: {model.folder} holds none that text can be split by; {remedy}")

@@ -61,7 +61,8 @@ def memory_warning(command: Command, options: Any, free: int | None) -> str:
 
     A system ends such a process without a word. Models whose files take less than 1 % of what is free are not planned.
     """
-    folder = Path(getattr(options, "checkpoint", None) or getattr(options, "model", None) or "missing").expanduser()
+    named = (getattr(options, name, None) for name in ("checkpoint", "model", "teacher", "student"))
+    folder = Path(next(filter(None, named), "missing")).expanduser()
     if free is None or 100 * sum(file.stat().st_size for file in folder.glob("*.safetensors")) < free:
         return ""
     try:
@@ -162,14 +163,11 @@ def recover_advice(options: RecoverOptions) -> str:
         return "Lower --batch-size and raise --accumulation-steps, or give --gradient-checkpointing"
     again, batch, chunk = _loop_answers(options)
     batch = batch or "a cache with shorter rows"
-    answers = {
-        "activations": f"{again}, or {batch}" if again else batch,
-        "formed weights": again,
-        "working memory": f"{batch}, or --loss-chunk-mb {max(1, chunk // 2)}",
-        "cached head": "--head-k with a smaller number",
-        "weights": "" if options.run.dtype == "bfloat16" else "--dtype bfloat16",
-        **dict.fromkeys(("adapter", "gradients", "optimizer state"), "--recovery-r with a smaller number"),
-    }
+    answers = dict.fromkeys(("adapter", "gradients", "optimizer state"), "--recovery-r with a smaller number")
+    answers |= {"activations": f"{again}, or {batch}" if again else batch, "formed weights": again}
+    answers |= {"working memory": f"{batch}, or --loss-chunk-mb {max(1, chunk // 2)}"}
+    answers |= {"weights": "" if options.run.dtype == "bfloat16" else "--dtype bfloat16"}
+    answers |= {"cached head": "--head-k with a smaller number"}
     lines = [
         f"{name} {size / GIB:.2f} GiB" + (f" (try {answers[name]})" if answers.get(name) else "")
         for name, size in sorted(parts.items(), key=lambda part: -part[1])[:3]

@@ -44,17 +44,12 @@ def forecast(shapes: Shapes, options: EstimateOptions, devices: Sequence[Device]
     kind, first = shown_device(options, devices)
     shown = _set_for(options, kind, first)
     parts = _parts(shapes, shown, first)
-    return {
-        "parameters": weight_count(shapes.module),
-        "quantised": sum(shapes.quantised),
-        "trained": sum(shapes.trained_by_kind.values()),
-        "stored_bytes_of_quantised": sum(layer.stored_bits for layer in quant_layers(shapes.module).values()) // 8,
-        "attention": shown.attention,
-        "bytes": parts,
-        "total_bytes": sum(parts.values()),
-        "flops_per_token": operations(shapes, shown) // (options.batch_size * options.length),
-        "devices": {device.name: _on(device, shapes, options) for device in devices},
-    }
+    found: dict[str, Any] = {"parameters": weight_count(shapes.module), "quantised": sum(shapes.quantised)}
+    found |= {"trained": sum(shapes.trained_by_kind.values()), "attention": shown.attention}
+    found["stored_bytes_of_quantised"] = sum(x.stored_bits for x in quant_layers(shapes.module).values()) // 8
+    found["flops_per_token"] = operations(shapes, shown) // (options.batch_size * options.length)
+    devices_by_name = {device.name: _on(device, shapes, options) for device in devices}
+    return found | {"bytes": parts, "total_bytes": sum(parts.values()), "devices": devices_by_name}
 
 
 def shown_device(options: EstimateOptions, devices: Sequence[Device]) -> tuple[str, Device | None]:
@@ -79,15 +74,11 @@ def _parts(shapes: Shapes, options: EstimateOptions, device: Device | None) -> d
     if is_loop and DTYPES[options.run.dtype] == torch.float32:  # all are rounded to bfloat16 before the loop
         linear = sum(m.in_features * m.out_features for m in shapes.module.modules() if isinstance(m, nn.Linear))
         step["formed weights"] += 2 * (linear - (sum(shapes.quantised) if shapes.weight_gradients else 0))
-    return {
-        "weights": _weights(shapes, is_loop, sharded_over),
-        **({"adapter": sum(p.numel() * p.element_size() for p in adapter)} if adapter else {}),
-        "gradients": 4 * trained,
-        "optimizer state": (12 if shapes.averaged else 8) * trained,
-        **step,
-        # Ids, mask and top-K entries of this micro-batch and of the next one, which is fetched meanwhile.
-        "cached head": 2 * options.batch_size * (options.length - 1) * (options.head_k * (8 + 4) + 21),
-    }
+    sizes = {"weights": _weights(shapes, is_loop, sharded_over)}
+    sizes |= {"adapter": sum(p.numel() * p.element_size() for p in adapter)} if adapter else {}
+    sizes |= {"gradients": 4 * trained, "optimizer state": (12 if shapes.averaged else 8) * trained, **step}
+    # Ids, mask and top-K entries of this micro-batch and of the next one, which is fetched meanwhile.
+    return sizes | {"cached head": 2 * options.batch_size * (options.length - 1) * (options.head_k * (8 + 4) + 21)}
 
 
 def _weights(shapes: Shapes, is_loop: bool, chips: int) -> int:
@@ -116,19 +107,17 @@ def _on(device: Device, shapes: Shapes, options: EstimateOptions) -> dict[str, A
     options = _set_for(options, device.device, device)
     total, (seconds, limits) = sum(_parts(shapes, options, device).values()), step_time(shapes, options, device)
     micro_batches = options.max_steps * options.accumulation_steps
-    tokens = options.batch_size * options.length * device.chips
-    hours = micro_batches * seconds / 3600
-    return {
-        "attention": options.attention,
-        "total_bytes": total,
-        "fits": total < 0.9 * device.memory_gb * 1e9,
-        "tokens": micro_batches * tokens,
-        "hours": hours,
-        "usd": hours * device.chips * device.usd_per_hour,
-        "tokens_per_s": tokens / seconds,
-        "seconds_by_bound": limits,
-        "bound": max(limits, key=limits.__getitem__),
-    }
+    tokens, hours = options.batch_size * options.length * device.chips, micro_batches * seconds / 3600
+    found: dict[str, Any] = {"attention": options.attention, "seconds_by_bound": limits, "hours": hours}
+    found |= {"tokens": micro_batches * tokens, "tokens_per_s": tokens / seconds}
+    found |= {"usd": hours * device.chips * device.usd_per_hour, "bound": max(limits, key=limits.__getitem__)}
+    found["memory_bytes"] = int(device.memory_gb * 1e9)
+    return found | needing(total, found["memory_bytes"])
+
+
+def needing(total_bytes: int, memory_bytes: int) -> dict[str, Any]:
+    """Return what a plan says of a device's memory: what is needed of it, and whether that fits."""
+    return {"total_bytes": total_bytes, "fits": total_bytes < 0.9 * memory_bytes}
 
 
 def meta_model(name: str) -> tuple[Any, Any]:

@@ -80,21 +80,13 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     widest = max(max(layer.in_features, layer.out_features) * layer.in_features for layer in layers)
     # Of text: states of both models, and four matrices of the widest layer; else two.
     solving_bytes = 3 * max(of_block.values()) // 2 + (rows_bytes + 8 * widest) * (1 + has_text)
-    report: dict[str, Any] = {
-        "model": str(options.model),
-        "preset": options.preset,
-        "parameters": parameters,
-        "quantised": quantised,
-        "layers": len(layers),
-        "bits_per_weight": bits["base"],
-        "bits_per_weight_model": bits["model"],
-        "quantised_share": share,
-        "stored_bytes": int(bits["model"] * parameters) // 8 + rest_bytes,
-        "rest_bytes": rest_bytes,  # of an encoder of images, which are stored as they are
-        "weights_bytes": max(stored.itemsize * parameters + rest_bytes, 4 * (parameters - quantised) + codes_bytes),
-        "own_bytes": IMPORTS_BYTES + max(fisher, solving_bytes),
-        "scratch_bytes": scratch,
-    }
+    report: dict[str, Any] = {"model": str(options.model), "preset": options.preset, "parameters": parameters}
+    report |= {"quantised": quantised, "layers": len(layers), "quantised_share": share}
+    report |= {"bits_per_weight": bits["base"], "bits_per_weight_model": bits["model"]}
+    report |= {"stored_bytes": int(bits["model"] * parameters) // 8 + rest_bytes, "scratch_bytes": scratch}
+    report["rest_bytes"] = rest_bytes  # of an encoder of images, which are stored as they are
+    weights = stored.itemsize * parameters + rest_bytes, 4 * (parameters - quantised) + codes_bytes
+    report |= {"weights_bytes": max(weights), "own_bytes": IMPORTS_BYTES + max(fisher, solving_bytes)}
     forms = Path(__file__).with_name("quantize.txt").read_text(encoding="utf-8").rstrip().split("---")
     device, solving = device_of(options.run), ""
     if options.init in COMPENSATED:

@@ -55,6 +55,7 @@ class Shapes:
     weight_gradients: bool  # whether the backward pass forms a gradient of every quantised weight
     formed_bytes: int  # weights that a forward forms anew from codes and scales and keeps for its backward pass
     averaged: bool = False  # whether the optimizer keeps an average of what trains
+    has_backward: bool = True  # without it a forward pass is all there is
 
     @property
     def trained_by_kind(self) -> dict[str, int]:
@@ -121,6 +122,7 @@ def step_bytes(shapes: Shapes, options: EstimateOptions) -> dict[str, int]:
     # A loop forms each layer's weights as it comes to them.
     formed = shapes.formed_bytes // (layers if is_loop or options.gradient_checkpointing else 1)
     loss = _loss(options, tokens, sizes.hidden, shapes.vocab_size)
+    kept *= shapes.has_backward  # a forward pass alone has tensors as wide, and keeps none
     return {"formed weights": formed, "activations": tokens * kept, "working memory": max(loss, backward)}
 
 
@@ -190,36 +192,32 @@ def step_parts(shapes: Shapes, options: EstimateOptions) -> dict[str, Part]:
     """Return what a micro-batch computes and moves: 4 N operations a token for what is frozen, 6 N for what trains.
 
     The third product is the gradient of a weight or its scales; checkpointing repeats the layers' forward products.
+    Where nothing trains there is no backward pass, and 2 N operations.
     """
     layers, tokens = shapes.config.num_hidden_layers, options.batch_size * options.length
-    width, size, passes = DTYPES[options.run.dtype].itemsize, widths(shapes.config), 2 + options.gradient_checkpointing
+    width, size, back = DTYPES[options.run.dtype].itemsize, widths(shapes.config), int(shapes.has_backward)
+    passes = 1 + back * (1 + options.gradient_checkpointing)
     output, is_plain = shapes.module.get_output_embeddings(), options.attention == "plain"
     linear = [m for m in shapes.module.modules() if isinstance(m, nn.Linear) and m is not output]
     weights = sum(m.in_features * m.out_features for m in linear)
-    adapted = [adapter.base for adapter in lora_layers(shapes.module).values()]
+    adapted = sum(x.base.in_features + 2 * x.base.out_features for x in lora_layers(shapes.module).values())
     trains = sum(shapes.quantised) if shapes.weight_gradients else 0
     formed = trains * (2 * (4 + width) + 12)  # codes read and weights written, twice; a gradient, and its reduction
     # Scores, and what they weigh, [L, L] of every head; backward twice as many, and the scores again if none were kept.
     blocks = -(-options.length // BLOCKS.get(options.attention, options.length))
-    attended = 4 * options.length * size.queries * (1 + 1 / blocks) / 2 * (passes + (1 if is_plain else 1.5))
-    kept_scores = 24 * size.heads * options.length if is_plain else 0  # written and read, three times
+    attended = 4 * options.length * size.queries * (1 + 1 / blocks) / 2 * (passes + back * (1 if is_plain else 1.5))
+    kept_scores = 8 * (1 + 2 * back) * size.heads * options.length if is_plain else 0  # written and read, each time
     elementwise = 9 * size.hidden + 2 * (size.queries + size.keys) + 3 * size.mlp
     chunks, _ = loss_chunks(options, tokens, shapes.vocab_size)
     lm_head = shapes.vocab_size * size.hidden
-    return {
-        "products": Part(
-            2 * tokens * (passes * weights + trains),
-            width * passes * (weights + tokens * sum(m.in_features + m.out_features for m in linear)) + formed,
-        ),
-        "adapters": Part(
-            2 * tokens * (passes + 1) * sum(p.numel() for p in shapes.adapter),
-            width * passes * tokens * sum(m.in_features + 2 * m.out_features for m in adapted),
-        ),
-        "attention": Part(
-            tokens * layers * attended,
-            tokens * layers * ((passes + 1) * width * 2 * (size.queries + size.keys) + kept_scores),
-        ),
-        "elementwise": Part(0, 3 * tokens * layers * width * elementwise),
-        # Logits are written and read twice, their gradient written and read.
-        "loss": Part(4 * tokens * lm_head, width * (2 * chunks * lm_head + 5 * tokens * shapes.vocab_size)),
-    }
+    moved = sum(m.in_features + m.out_features for m in linear)
+    factors = sum(p.numel() for p in shapes.adapter)
+    parts = {"elementwise": Part(0, (1 + 2 * back) * tokens * layers * width * elementwise)}
+    products = 2 * tokens * (passes * weights + trains), width * passes * (weights + tokens * moved) + formed
+    adapters = 2 * tokens * (passes + 1) * factors, width * passes * tokens * adapted
+    scores = (passes + back) * width * 2 * (size.queries + size.keys) + kept_scores
+    # Logits are written and read twice, their gradient written and read.
+    of_logits = width * ((1 + back) * chunks * lm_head + (3 + 2 * back) * tokens * shapes.vocab_size)
+    parts |= {"products": Part(*products), "adapters": Part(*adapters)}
+    parts["attention"] = Part(tokens * layers * attended, tokens * layers * scores)
+    return parts | {"loss": Part(2 * (1 + back) * tokens * lm_head, of_logits)}

@@ -8,7 +8,7 @@ a config at most. What cannot be known yet is assumed from the command's setting
 a number that is printed without its condition.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from qat_lora.models import load as models
 from qat_lora.models.load import DTYPES, CausalLM, resolve_model
 from qat_lora.options import CacheBuildOptions, EstimateOptions, QatOptions, RecoverOptions, RunConfig
 from qat_lora.plan.devices import attention_on, likely
-from qat_lora.plan.memory import GIB, forecast, formed_bytes, meta_model, meta_student, skeleton
+from qat_lora.plan.memory import GIB, forecast, formed_bytes, meta_model, meta_student, needing, skeleton
 from qat_lora.plan.step import Shapes
 from qat_lora.registry import DryRun, Requirements
 from qat_lora.runtime.base import default_loss_chunk_mb
@@ -69,7 +69,9 @@ def plan_recover(options: RecoverOptions) -> DryRun:
         layers, kept = shapes.config.num_hidden_layers, report["bytes"]["activations"]
         one = {"activations": kept // layers, "full-precision layer": 4 * sum(shapes.quantised) // layers}
         report["bytes"] |= one
-        report["total_bytes"] = sum(report["bytes"].values())
+        report["total_bytes"] = total = sum(report["bytes"].values())
+        for there in report["devices"].values():
+            there |= needing(total, there["memory_bytes"])
         states = 16 * report["tokens"] * shapes.config.hidden_size
         more = [f"disk     {states / GIB:.3f} GiB of hidden states while layers train one after the other"]
     trained, total = report["trained"], report["total_bytes"]
@@ -104,22 +106,17 @@ def plan_qat(options: QatOptions) -> DryRun:
     report = _report(options, shapes, asked, shown, replicas, rows)
     whole, blockwise = 4 * report["parameters"], options.blockwise.blockwise_steps > 0
     stored = report.pop("stored_bytes_of_quantised") + 4 * (report["parameters"] - report["quantised"])
-    report |= {
-        "assumed": assumed,
-        "trained_by_kind": shapes.trained_by_kind,
-        "stored_bytes": stored,
-        # The original in float32, and with it the model that is quantised, or what reconstruction needs of both.
-        "start_bytes": whole * max(2 * options.from_scratch, (options.from_scratch + 2) * blockwise),
-        "scratch_bytes": fisher_bytes(student.module, options.init, options.metric) if options.from_scratch else 0,
-        "host_bytes": whole if full and (options.mergeable or "weights" in options.train_parts) else 0,
-    }
-    kinds = ", ".join(f"{count:,} {kind}" for kind, count in shapes.trained_by_kind.items())
-    start, host, total = report["start_bytes"], report["host_bytes"], report["total_bytes"]
+    # The original in float32, and with it the model that is quantised, or what reconstruction needs of both.
+    start = whole * max(2 * options.from_scratch, (options.from_scratch + 2) * blockwise)
+    scratch = fisher_bytes(student.module, options.init, options.metric) if options.from_scratch else 0
+    host = whole if full and (options.mergeable or "weights" in options.train_parts) else 0
+    report |= {"assumed": assumed, "trained_by_kind": shapes.trained_by_kind, "stored_bytes": stored}
+    report |= {"start_bytes": start, "scratch_bytes": scratch, "host_bytes": host}
+    kinds, total = ", ".join(f"{n:,} {kind}" for kind, n in shapes.trained_by_kind.items()), report["total_bytes"]
     beside = (("while the start is made", start), ("while it trains", host))
     more = [f"host     {size / GIB:.3f} GiB of float32 weights beside it, {when}" for when, size in beside if size]
     text = _text(report, kinds, asked.utilisation, more)
-    disk = (options.loop.keep_checkpoints + 1) * 12 * report["trained"] + (3 + (start > 0)) * stored
-    disk += report["scratch_bytes"]
+    disk = (options.loop.keep_checkpoints + 1) * 12 * report["trained"] + (3 + (start > 0)) * stored + scratch
     memory, of_host = max(total + host, start), max(host, start)
     if runs_on_host(options.run.device, options.run.tpu):
         of_host = memory
@@ -174,19 +171,12 @@ def _estimate(
     options: Training, student: str, dataset: KDCacheDataset | None, length: int, accumulation: int
 ) -> EstimateOptions:
     """Return the settings of the estimate of a run's steps; `length` is that of rows where there is no cache."""
-    loop, head_k = options.loop, (options.head_k or HEAD_K) if options.kd_cache_dir else 0
-    return EstimateOptions(
-        model=student,
-        length=dataset.manifest.fingerprint.length if dataset else length,
-        head_k=dataset.k if dataset else head_k,
-        batch_size=loop.batch_size,
-        accumulation_steps=accumulation,
-        gradient_checkpointing=loop.gradient_checkpointing,
-        loss_chunk_mb=options.objective.loss_chunk_mb or default_loss_chunk_mb(device_of(options.run)),
-        max_steps=loop.max_steps,
-        attention=attention_on(device_of(options.run)),
-        run=options.run,
-    )
+    device, head_k = device_of(options.run), (options.head_k or HEAD_K) if options.kd_cache_dir else 0
+    length, head_k = (dataset.fingerprint.length, dataset.k) if dataset else (length, head_k)
+    given = {name: getattr(options.loop, name) for name in ("batch_size", "gradient_checkpointing", "max_steps")}
+    given |= {"model": student, "length": length, "head_k": head_k, "accumulation_steps": accumulation}
+    chunk_mb = options.objective.loss_chunk_mb or default_loss_chunk_mb(device)
+    return EstimateOptions(**given, loss_chunk_mb=chunk_mb, attention=attention_on(device), run=options.run)
 
 
 def _report(
@@ -198,32 +188,37 @@ def _report(
     found = forecast(shapes, timed, likely(device_of(asked.run), replicas))
     step_rows = asked.batch_size * asked.accumulation_steps * replicas
     counted = ("parameters", "quantised", "trained", "bytes", "total_bytes", "stored_bytes_of_quantised", "devices")
-    return {
-        "student": student,
-        **{name: found[name] for name in counted},
-        "replicas": replicas,
-        **{name: getattr(asked, name) for name in ("batch_size", "accumulation_steps", "length", "head_k")},
-        "effective_batch": step_rows,
-        "steps": asked.max_steps,
-        "lr_probe_steps": probe,
-        "tokens": asked.max_steps * step_rows * asked.length,
-        "epochs": asked.max_steps / steps_per_epoch(rows, step_rows) if rows else None,
-    }
+    report = {"student": student} | {name: found[name] for name in counted} | {"replicas": replicas}
+    report |= {name: getattr(asked, name) for name in ("batch_size", "accumulation_steps", "length", "head_k")}
+    report |= {"effective_batch": step_rows, "steps": asked.max_steps, "lr_probe_steps": probe}
+    epochs = asked.max_steps / steps_per_epoch(rows, step_rows) if rows else None
+    return report | {"tokens": asked.max_steps * step_rows * asked.length, "epochs": epochs}
 
 
 def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequence[str] = ()) -> str:
-    run, time = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").rstrip().split("\n---\n")
+    form = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").rstrip()
     epochs, probe = report["epochs"], report["lr_probe_steps"]
     told = report | {"trained": trained, "s": "s" if report["replicas"] > 1 else ""}
     told["step_tokens"] = report["effective_batch"] * report["length"]
     told["epochs_text"] = f", {epochs:.2f} epochs" if epochs else ""
     told["probe_text"] = f"; before it, some {probe} steps to find the learning rate" if probe else ""
-    told["parts"] = ", ".join(f"{name} {size / GIB:.3f}" for name, size in report["bytes"].items())
-    lines = [run.format(**told, gib=report["total_bytes"] / GIB)]
+    told |= {"parts": parts_text(report["bytes"]), "gib": report["total_bytes"] / GIB}
+    return "\n".join([form.format(**told), *last_lines(report, utilisation, more)])
+
+
+def parts_text(sizes: Mapping[str, int]) -> str:
+    """Return bytes by name as GiB in one line."""
+    return ", ".join(f"{name} {size / GIB:.3f}" for name, size in sizes.items() if size)
+
+
+def last_lines(report: Mapping[str, Any], utilisation: float, more: Sequence[str] = ()) -> list[str]:
+    """Return a plan's lines of the time on each device, `more`, and what is assumed."""
+    line, kinds = "time     {time} on {name} ({fit}), {tokens_per_s:,.0f} tokens/s, bound by {bound}", []
     for name, there in report["devices"].items():
-        fit = "fits" if there["fits"] else "does not fit"
-        lines.append(time.format(**there, name=name, fit=fit, utilisation=utilisation))
-    return "\n".join([*lines, *more, *(f"assumed  {text}" for text in report["assumed"])])
+        told = {"fit": "fits" if there["fits"] else "does not fit", "name": name}
+        told["time"] = f"{there['hours']:.2f} h" if there["hours"] > 0.1 else f"{60 * there['hours']:.2g} min"
+        kinds.append(line.format(**there, **told) + f", at {utilisation:.0%} of the peak rate")
+    return [*kinds, *more, *(f"assumed  {text}" for text in report["assumed"])]
 
 
 def _folder(checkpoint: str) -> Path:

@@ -144,10 +144,10 @@ def allocated(options: QuantizeOptions, found: Choices, costs_P: np.ndarray) -> 
             groups.setdefault((re.escape(before), re.escape(after), spec), []).append(number)
     rules = [(f"^{before}({'|'.join(numbers)}){after}$", spec) for (before, after, spec), numbers in groups.items()]
     kept: list[tuple[str, QuantSpec | None]] = [(pattern, None) for pattern in options.keep]
-    return Preset(options.target.name, (*kept, *rules), lm_head), {
-        "target": options.target.name,
-        "engine": options.target.engine,
+    told: dict[str, Any] = {"target": options.target.name, "engine": options.target.engine}
+    told |= {
         "bytes": found.other_bytes + int(found.bytes_P[picked].sum()),
         "predicted_kl": float(costs_P[picked].sum()),
-        "adapter_ranks": {found.points[i][0]: found.points[i][2] for i in picked},
     }
+    ranks = {found.points[i][0]: found.points[i][2] for i in picked}
+    return Preset(options.target.name, (*kept, *rules), lm_head), told | {"adapter_ranks": ranks}

@@ -234,19 +234,12 @@ class TrainingRun:
         plain = to_dict(self.options)
         for name in ("loss_chunk_mb", "loss_walk"):  # who was told to lower the chunk goes on where the run was
             del objective[name]
-        return {
-            **self.data.identity,
-            "objective": objective,
-            # Micro-batches of other sizes make the same step of other rows, but not of these: each step has one.
-            "anchor_batch_rows": loop.batch_size * self.runtime.replicas if objective["anchor_weight"] > 0 else None,
-            "dtype": run.dtype,
-            "autocast": loop.autocast,
-            "seed": run.seed,
-            "max_steps": loop.max_steps,
-            "early_stop": loop.early_stop,
-            "global_batch_rows": self.batch_rows,
-            **{key: plain[key] for key in keys},
-        }
+        found = self.data.identity | {"objective": objective, "dtype": run.dtype, "seed": run.seed}
+        found |= {name: getattr(loop, name) for name in ("autocast", "max_steps", "early_stop")}
+        # Micro-batches of other sizes make the same step of other rows, but not of these: each step has one.
+        anchor_rows = loop.batch_size * self.runtime.replicas if objective["anchor_weight"] > 0 else None
+        found |= {"anchor_batch_rows": anchor_rows, "global_batch_rows": self.batch_rows}
+        return found | {key: plain[key] for key in keys}
 
 
 def complete_run(

@@ -17,12 +17,8 @@ from qat_lora.types import Batch
 
 TRACED, COMPILED = "forward and backward traced", "compiled"
 OPTIMIZER_TRACED, OPTIMIZER_COMPILED = "optimizer traced", "compiled "
-NEXT = {  # what the first step does after each phase
-    "": "tracing forward and backward",
-    TRACED: "compiling forward and backward",
-    COMPILED: "tracing the optimizer",
-    OPTIMIZER_TRACED: "compiling the optimizer",
-}
+NEXT = {"": "tracing forward and backward", TRACED: "compiling forward and backward"}  # the first step, by last phase
+NEXT |= {COMPILED: "tracing the optimizer", OPTIMIZER_TRACED: "compiling the optimizer"}
 HEARTBEAT_S = 15.0
 
 

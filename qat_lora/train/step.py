@@ -52,15 +52,11 @@ class PreparedObjective(NamedTuple):
 
 
 def micro_batch(
-    model: LanguageModel,
-    batch: Batch,
-    objective: ObjectiveConfig,
-    weights: Weights,
-    teacher_lm_head: LMHead | None = None,
+    model: LanguageModel, batch: Batch, objective: ObjectiveConfig, weights: Weights, teacher_head: LMHead | None = None
 ) -> Sums:
     """Run forward and backward on one micro-batch; gradients add up, returned are sums over its counted tokens."""
     hidden_BLH = model.hidden(batch["input_ids"], batch["document_ids"])
-    result = objective_loss(hidden_BLH, model.lm_head(), batch, objective, weights, teacher_lm_head)
+    result = objective_loss(hidden_BLH, model.lm_head(), batch, objective, weights, teacher_head)
     result.loss_sum.backward()
     sums = {"loss": result.loss_sum.detach(), "tokens": result.token_count.detach()}
     named = {name if name == "kl" else f"loss_{name}": value.detach() for name, value in result.terms.items()}
@@ -121,12 +117,9 @@ def remember(
         hidden_BLH = model.hidden(batch["input_ids"], batch["document_ids"])[:, :-1]
         states_NH, chunk_bytes = hidden_BLH.flatten(0, 1), objective.loss_chunk_bytes
         teacher = sparse_teacher_from_hidden(states_NH, model.lm_head(), ANCHOR_K, chunk_bytes)
-        arrays = {
-            "head_ids": teacher.ids_NK.int(),
-            "head_logits": teacher.log_probs_NK - teacher.log_probs_NK[:, :1],
-            "lse": -teacher.log_probs_NK[:, 0],
-            "log_tail": teacher.log_tail_N,
-        }
+        log_probs_NK = teacher.log_probs_NK
+        arrays = {"head_ids": teacher.ids_NK.int(), "lse": -log_probs_NK[:, 0], "log_tail": teacher.log_tail_N}
+        arrays["head_logits"] = log_probs_NK - log_probs_NK[:, :1]
         arrays = {name: value.unflatten(0, hidden_BLH.shape[:2]) for name, value in arrays.items()}
         runtime.mark_step()
         kept.append({name: value.cpu().numpy() for name, value in (batch | arrays).items()})

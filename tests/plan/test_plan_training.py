@@ -172,4 +172,7 @@ def test_doctor_knows_what_a_planned_run_needs(made, tiny, tmp_path, capfd, monk
     assert "this recovery wants" in capfd.readouterr().out
     with pytest.raises(SystemExit) as caught:
         cli.main(["doctor", "chat"])
-    assert caught.value.code == 2 and "give quantize or recover or qat, or nothing" in capfd.readouterr().err
+    assert (
+        caught.value.code == 2
+        and "give cache build or quantize or recover or qat or eval or export, or nothing" in capfd.readouterr().err
+    )

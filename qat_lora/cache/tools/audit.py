@@ -73,14 +73,10 @@ def audit(
             tails = {tail: float(values[tail, encoding, k].mean()) for tail in ("tail_mass", "kl_even_tail")}
             lines.append(line | tails)
     defects = [float(v.max()) for key, v in values.items() if key[:2] == ("mass_defect", held.value_dtype)]
-    return {
-        "rows": len(chosen),
-        "positions": positions,
-        **{name: float(v.mean()) for (name, _, _), v in values.items() if name.startswith("same_")},
-        "mass_defect": max(defects, default=0.0),
-        "by_k": [line for line in lines if line["encoding"] == held.value_dtype],
-        "others": [line for line in lines if line["encoding"] != held.value_dtype],
-    }
+    by_k, others = ([x for x in lines if (x["encoding"] == held.value_dtype) is same] for same in (True, False))
+    found: dict[str, Any] = {"rows": len(chosen), "positions": positions}
+    found |= {name: float(v.mean()) for (name, _, _), v in values.items() if name.startswith("same_")}
+    return found | {"mass_defect": max(defects, default=0.0), "by_k": by_k, "others": others}
 
 
 def check_teacher(held: Fingerprint, path: Place, teacher_sha256: str, vocab_size: int) -> None:
@@ -143,12 +139,9 @@ def _compare(truth: Sequence[Tensor], vocab_size: int, read: Mapping[str, Tensor
     kl = torch.where(log_p > -torch.inf, terms, 0.0).sum(-1)
     # Within the tail: sum of p log p, less what "anything else" as one outcome has of it, against 1 / (V - k).
     inside = tail_plogp_N + _plogp(dropped_NK).sum(-1) - _plogp(log_tail_N)
-    return {
-        "kl_stored": kl,
-        "tail_mass": log_tail_N.exp(),
-        "kl_even_tail": kl + inside + log_tail_N.exp() * np.log(max(1, vocab_size - k)),
-        "mass_defect": (log_sum.exp() - 1).abs()[:, 0],
-    }
+    even = kl + inside + log_tail_N.exp() * np.log(max(1, vocab_size - k))
+    defect = (log_sum.exp() - 1).abs()[:, 0]
+    return {"kl_stored": kl, "tail_mass": log_tail_N.exp(), "kl_even_tail": even, "mass_defect": defect}
 
 
 def _same(logits_NV: Tensor, whole: Batch, part: slice, held: Fingerprint) -> Figures:

@@ -40,19 +40,13 @@ def describe(path: Place, *, show_rows: int = 2, show_tokens: int = 16, decode: 
     chosen, mass = _tail_mass(dataset)
     counted = mass if mass.size else np.zeros(1)
     quantiles = {f"p{q * 100:g}": float(np.quantile(counted, q)) for q in QUANTILES}
-    return {
-        "path": str(dataset.path),
-        "fingerprint": to_json(held),
-        "fingerprint_sha256": held.sha256,
-        "info": manifest.info,
-        "splits": splits,
-        "bytes_per_token": size / tokens,
-        "bytes_per_token_by_array": {s.name: s.row_bytes / held.length for s in held.arrays * (1 - held.contents.lzma)},
-        "sampled_rows": len(chosen),
-        "target_fraction": mass.size / (len(chosen) * (held.length - 1)),
-        "tail_mass": {"mean": float(counted.mean()), **quantiles} if held.top_k else None,
-        "rows": [_show(dataset, int(row), show_tokens, decode) for row in chosen[:show_rows]],
-    }
+    found: dict[str, Any] = {"path": str(dataset.path), "fingerprint": to_json(held), "fingerprint_sha256": held.sha256}
+    found |= {"info": manifest.info, "splits": splits, "bytes_per_token": size / tokens}
+    by_array = {spec.name: spec.row_bytes / held.length for spec in held.arrays * (1 - held.contents.lzma)}
+    found |= {"bytes_per_token_by_array": by_array, "sampled_rows": len(chosen)}
+    found["target_fraction"] = mass.size / (len(chosen) * (held.length - 1))
+    found["tail_mass"] = {"mean": float(counted.mean()), **quantiles} if held.top_k else None
+    return found | {"rows": [_show(dataset, int(row), show_tokens, decode) for row in chosen[:show_rows]]}
 
 
 def _tail_mass(dataset: KDCacheDataset) -> tuple[np.ndarray, np.ndarray]:

@@ -48,13 +48,9 @@ class Found:
     tpu_chips: int = 0  # of this host, 0 if unknown
 
     def __str__(self) -> str:
-        parts = {
-            f"cuda ({self.cuda_devices})": self.cuda_devices,
-            "mps": self.mps,
-            f"a TPU ({self.tpu})": self.tpu,
-            "torch_xla" if self.torch_xla else "no torch_xla": True,
-            f"PJRT_DEVICE={self.pjrt_device}": self.pjrt_device,
-        }
+        parts = {f"cuda ({self.cuda_devices})": self.cuda_devices, "mps": self.mps, f"a TPU ({self.tpu})": self.tpu}
+        parts["torch_xla" if self.torch_xla else "no torch_xla"] = True
+        parts[f"PJRT_DEVICE={self.pjrt_device}"] = self.pjrt_device
         return ", ".join(["cpu", *(part for part, there in parts.items() if there)])
 
 
@@ -113,15 +109,9 @@ def find_tpu(environ: Mapping[str, str], root: Path = Path("/")) -> str:
 
 def look(environ: Mapping[str, str] = os.environ) -> Found:
     """Look at the machine."""
-    return Found(
-        cuda_devices=torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        mps=torch.backends.mps.is_available(),
-        torch_xla=importlib.util.find_spec("torch_xla") is not None,
-        tpu=find_tpu(environ),
-        pjrt_device=environ.get("PJRT_DEVICE", "").strip().upper(),
-        cores=os.cpu_count() or 1,
-        tpu_chips=count_tpu_chips(),
-    )
+    cuda, mps = torch.cuda.device_count() if torch.cuda.is_available() else 0, torch.backends.mps.is_available()
+    has_xla, pjrt = importlib.util.find_spec("torch_xla") is not None, environ.get("PJRT_DEVICE", "").strip().upper()
+    return Found(cuda, mps, has_xla, find_tpu(environ), pjrt, os.cpu_count() or 1, count_tpu_chips())
 
 
 def check_device(device: str, tpu: bool) -> None:

@@ -47,7 +47,7 @@ GRACE_S = 8.0  # how long a worker may take to end by itself after another has f
 def run(command: Command, options: Any) -> Any:
     """Run a command on every process of the device that `options.run` names; raises the first cause (QatLoraError)."""
     asked = options.run
-    if command.device == "none" or (command.plan and options.dry_run):  # a dry run needs shapes alone
+    if command.device == "none" or _needs_shapes_alone(command, options):
         return work_here(command, options, DeviceChoice("cpu"))
     plan = select.plan_run(asked.device, asked.tpu, asked.chips)
     several = plan.chips != 1 or asked.chips.parallel == "spmd" or group_size() > 1
@@ -56,6 +56,10 @@ def run(command: Command, options: Any) -> Any:
         remedy = f"leave --num-chips and --parallel out, and start it once (several chips are for {allowed})"
         raise errors.ConfigError(f"num_chips: this command works on one chip; {remedy}")
     return start(plan, functools.partial(work_here, command, options, plan.device))
+
+
+def _needs_shapes_alone(command: Command, options: Any) -> bool:
+    return bool(command.plan and options.dry_run and not getattr(options, "dry_run_measures", False))
 
 
 def start(plan: LaunchPlan, work: Callable[[], Any], start_method: Literal["spawn", "fork"] = "spawn") -> Any:
@@ -77,7 +81,7 @@ def start(plan: LaunchPlan, work: Callable[[], Any], start_method: Literal["spaw
 def work_here(command: Command, options: Any, device: DeviceChoice) -> Any:
     """Run a command, or show its plan, on the device of this process, quietly unless this is the main one."""
     runtime = select.make_runtime(device, options.run.chips)
-    is_plan = bool(command.plan and options.dry_run)
+    is_plan = _needs_shapes_alone(command, options)
 
     def main() -> Any:
         # Asked here, where a process has its own device; what only plans a run knows the device of the run.

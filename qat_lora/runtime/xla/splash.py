@@ -121,17 +121,10 @@ def _kernel(shape: tuple[int, ...], window: int | None, **how: Any) -> Any:
         mask = masks.LocalMask((length, length), (window - 1, 0), 0)
     queries, keys = (_divisor(length, most) for most in (BLOCK_Q, BLOCK_KV))
     is_fused = length <= FUSED_LENGTH
-    sizes = splash.BlockSizes(
-        block_q=queries,
-        block_kv=keys,
-        block_kv_compute=_divisor(keys, BLOCK_Q),
-        block_q_dkv=queries,
-        block_kv_dkv=keys,
-        block_kv_dkv_compute=_divisor(keys, BLOCK_Q),
-        block_q_dq=None if is_fused else queries,
-        block_kv_dq=None if is_fused else keys,
-        use_fused_bwd_kernel=is_fused,
-    )
+    of_queries = dict.fromkeys(("block_q", "block_q_dkv", *(() if is_fused else ("block_q_dq",))), queries)
+    of_keys = dict.fromkeys(("block_kv", "block_kv_dkv", *(() if is_fused else ("block_kv_dq",))), keys)
+    inner = dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), _divisor(keys, BLOCK_Q))
+    sizes = splash.BlockSizes(**of_queries, **of_keys, **inner, use_fused_bwd_kernel=is_fused)
     every = masks.MultiHeadMask([mask] * heads)
     return splash.make_splash_mha(every, block_sizes=sizes, head_shards=1, q_seq_shards=1, **how)
 

@@ -1,0 +1,125 @@
+"""`--dry-run` of commands that train nothing: `eval`, `export`, and `cache build` where the weights are not here.
+
+Shapes tell what they hold, since a student computes by dense weights whatever its files hold (`prepare_base`): every
+model takes what its config says, in the type of the run. Only a float32 teacher of `eval` stays in its files on a CPU,
+but for its embedding and head (`upcast`). Times are those of forward passes (`plan/step.py`).
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from qat_lora.cache.build.builder import CHUNK_BYTES
+from qat_lora.cache.format import layout as fmt
+from qat_lora.evaluate.protocols import BLOCK
+from qat_lora.evaluate.score import chunk_positions
+from qat_lora.export.containers import dense_tables
+from qat_lora.export.forms import FORMS, layer_bytes, other_bytes
+from qat_lora.layers.convert import quant_layers, weight_count
+from qat_lora.models.load import DTYPES, stored_dtype
+from qat_lora.models.student import adapter_folder, base_folder
+from qat_lora.options import CacheBuildOptions, EstimateOptions, EvalOptions, ExportOptions, RunConfig
+from qat_lora.plan.devices import attention_on, likely
+from qat_lora.plan.memory import GIB, forecast, meta_student, needing
+from qat_lora.plan.quantize import IMPORTS_BYTES
+from qat_lora.plan.step import Shapes
+from qat_lora.plan.training import device_of, last_lines, parts_text
+from qat_lora.registry import DryRun, Requirements
+from qat_lora.runtime.launch.select import runs_on_host
+from qat_lora.runtime.precision import with_dtype
+
+ROWS = 10_000  # where all of a text is read, whose length is not known
+MEASURED = 3  # passes of an export to llama.cpp or MLX: what the head reads, then before and after rounding its table
+
+
+def plan_cache(options: CacheBuildOptions) -> DryRun:
+    """Plan a cache by its teacher's config; ModelError: there is none."""
+    options = with_dtype(options, device_of(options.run))[0]
+    shapes, rows = _shapes(str(options.teacher), options.run), (options.num_rows or ROWS) + options.eval_rows
+    given = options.length, options.top_k, options.vocab_size or shapes.vocab_size, options.temperatures
+    held = fmt.Contents(*given, options.value_dtype, options.draws_from_tail, options.draws)
+    logits = min(CHUNK_BYTES, 4 * options.teacher_batch_size * options.length * held.vocab_size)
+    sizes = {"weights": _bytes(shapes, options.run), "logits": logits}
+    assumed = [] if options.num_rows else [f"--num-rows is not given: {ROWS:,} rows are taken"]
+    asked = _asked(options.teacher, rows, options.length, options.teacher_batch_size, options.run)
+    return _plan("this build", shapes, asked, 1, sizes, rows * fmt.row_bytes(fmt.array_table(held)), assumed)
+
+
+def plan_eval(options: EvalOptions) -> DryRun:
+    """Plan an evaluation; ModelError: the teacher has no config.json."""
+    options = with_dtype(options, device_of(options.run))[0]
+    run, models = options.run, 1 + len(options.students)
+    shapes, texts = _shapes(str(options.teacher), run), len(options.domain) + (options.text.dataset is not None)
+    whole, vocab = _bytes(shapes, run), shapes.vocab_size
+    in_files = runs_on_host(run.device, run.tpu) and run.dtype == "float32"
+    sizes = {"weights": (models - 1) * whole + (_table_bytes(shapes) if in_files else whole)}
+    sizes["logits"] = 4 * (models + 4) * vocab * chunk_positions(vocab)
+    assumed = ["students have the teacher's shape"] * (models > 1)
+    assumed += [] if options.eval_rows else [f"all rows of a text are {ROWS:,}"]
+    if options.health.generate or options.harness.tasks:
+        assumed.append("continuations and tasks are not in the time")
+    length = BLOCK if options.protocol == "blocks2048" else options.length
+    asked = _asked(options.teacher, texts * (options.eval_rows or ROWS), length, options.batch_size, run)
+    return _plan("this evaluation", shapes, asked, models, sizes, 0, assumed)
+
+
+def plan_export(options: ExportOptions) -> DryRun:
+    """Plan an export; ModelError: the student, or its base, has no config.json."""
+    run, form = replace(options.run, dtype="float32"), FORMS[options.form]
+    base = str(base_folder(adapter) if (adapter := adapter_folder(str(options.student))) else options.student)
+    shapes = _shapes(base, run)
+    dtype = (form.dtype or stored_dtype(Path(base))) if options.dtype == "auto" else options.dtype
+    layers, width, sizes = quant_layers(shapes.module), DTYPES[dtype].itemsize, {"weights": _bytes(shapes, run)}
+    if form.engine:
+        disk = other_bytes(form.engine, shapes.module, layers, width)
+        disk += sum(layer_bytes(form.engine, x.spec, x.out_features, x.in_features) for x in layers.values())
+        disk += sum(file.stat().st_size for file in adapter.glob("*.safetensors")) if adapter else 0
+    else:
+        sizes["written"] = disk = width * weight_count(shapes.module)
+    sizes["tables"] = 2 * _table_bytes(shapes)
+    passes = MEASURED if form.engine in ("llama.cpp", "mlx") else 0
+    assumed = [] if passes else ["codes fit the form, so that nothing is measured, and time is that of its files"]
+    asked = _asked(options.student, options.eval_rows, options.length, 4, run)
+    return _plan("this export", shapes, asked, passes, sizes, disk, assumed)
+
+
+def _shapes(name: str, run: RunConfig) -> Shapes:
+    config, module = meta_student(name, None, DTYPES[run.dtype])
+    return Shapes(config.get_text_config(), module, {}, 0, False, 0, has_backward=False)
+
+
+def _bytes(shapes: Shapes, run: RunConfig) -> int:
+    return DTYPES[run.dtype].itemsize * weight_count(shapes.module)
+
+
+def _table_bytes(shapes: Shapes) -> int:
+    return 4 * sum(table.weight.numel() for table in dense_tables(shapes.module).values())
+
+
+def _asked(name: str | None, rows: int, length: int, batch_size: int, run: RunConfig) -> EstimateOptions:
+    given: dict[str, Any] = {"length": length, "batch_size": batch_size, "max_steps": -(-rows // batch_size)}
+    return EstimateOptions(model=name, run=run, head_k=0, attention=attention_on(device_of(run)), **given)
+
+
+def _plan(
+    what: str, shapes: Shapes, asked: EstimateOptions, passes: int, sizes: dict[str, int], disk: int, assumed: list[str]
+) -> DryRun:
+    """Return the plan of so many passes over `asked.max_steps` batches; `sizes` are bytes of what is held."""
+    on_host, found = (
+        runs_on_host(asked.run.device, asked.run.tpu),
+        forecast(shapes, asked, likely(device_of(asked.run), 1)),
+    )
+    sizes |= {"activations": found["bytes"]["working memory"], "imports": IMPORTS_BYTES * on_host}
+    total, devices = sum(sizes.values()), found["devices"] if passes else {}
+    for there in devices.values():
+        there |= {"hours": passes * there["hours"], "tokens_per_s": there["tokens_per_s"] / passes}
+        there |= needing(total, there["memory_bytes"])
+    rows = asked.max_steps * asked.batch_size
+    report = {"model": asked.model, "parameters": found["parameters"], "passes": passes, "rows": rows}
+    report |= {"length": asked.length, "tokens": rows * asked.length, "bytes": sizes, "total_bytes": total}
+    report["operations"] = passes * rows * asked.length * found["flops_per_token"]
+    report |= {"disk_bytes": disk, "devices": devices, "assumed": assumed}
+    form = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").rstrip()
+    told = {"gib": total / GIB, "parts": parts_text(sizes), "disk_gib": disk / GIB, "dtype": asked.run.dtype}
+    text = "\n".join([form.format(**report, **told), *last_lines(report, asked.utilisation)])
+    return DryRun(report, text, Requirements(what, total, total if on_host else IMPORTS_BYTES + sizes["weights"], disk))

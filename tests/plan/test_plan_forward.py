@@ -1,0 +1,109 @@
+"""Dry runs of `eval`, `export` and `cache build` by shapes, against the commands and their files."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+from toy_pipeline import cache_and_student, cache_options, call, eval_options, export_options, recover_options
+
+from qat_lora import cli
+from qat_lora.errors import ModelError
+from qat_lora.layers.convert import weight_count
+from qat_lora.models.load import load_model
+from qat_lora.plan.forward import ROWS, plan_cache, plan_eval, plan_export
+from qat_lora.plan.memory import needing
+from qat_lora.plan.quantize import IMPORTS_BYTES
+from qat_lora.plan.training import plan_recover
+
+
+@pytest.fixture(scope="module")
+def made(tiny, tmp_path_factory):
+    root = tmp_path_factory.mktemp("forward")
+    cache, student = cache_and_student(tiny, root)
+    call("recover", recover_options(student, cache, root / "run"))
+    return root
+
+
+@pytest.fixture
+def bare(tiny, tmp_path):
+    """A teacher's config and tokenizer, without its weights."""
+    folder = tmp_path / "bare"
+    shutil.copytree(tiny.teacher, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+def test_operations_of_an_evaluation_are_those_that_are_counted(made, tiny, tmp_path):
+    """Scores are not products of weights: these rows are half a tile, whose scores are computed on both sides."""
+    options = eval_options(tiny, {"student": made / "run"}, tmp_path / "scores", eval_rows=16)
+    plan = plan_eval(options).report
+    with FlopCounterMode(display=False) as counter:
+        call("evaluate", options)
+    assert counter.get_total_flops() == pytest.approx(plan["operations"], rel=0.06)
+    assert (plan["passes"], plan["rows"], plan["tokens"]) == (2, 16, 16 * 32)
+    assert plan["assumed"] == ["students have the teacher's shape"] and list(plan["devices"]) == ["this CPU"]
+
+
+def test_an_evaluation_holds_the_teachers_table_and_whole_students(made, tiny, tmp_path):
+    model = load_model(str(tiny.teacher))
+    weights, table = weight_count(model.module), model.module.get_input_embeddings().weight.numel()
+    options = eval_options(tiny, {"a": made / "run", "b": made / "student"}, tmp_path / "scores")
+    plan, _, needs = plan_eval(options)
+    assert plan["bytes"]["weights"] == 4 * (table + 2 * weights)
+    assert plan["bytes"]["imports"] == IMPORTS_BYTES and needs.memory == needs.host == plan["total_bytes"]
+    assert plan["rows"] >= ROWS and f"all rows of a text are {ROWS:,}" in plan["assumed"]
+    on_gpu, _, needs = plan_eval(replace(options, run=replace(options.run, device="cuda")))
+    assert on_gpu["bytes"]["weights"] == 3 * 4 * weights and needs.host == IMPORTS_BYTES + 12 * weights
+    assert list(on_gpu["devices"]) == ["a100", "h100", "h200"]
+
+
+@pytest.mark.parametrize(
+    "form", ["merged", "adapter", "compressed-tensors", "gguf", "mlx", "gptq", "gguf-merged", "pt"]
+)
+def test_an_exports_bytes_are_those_of_its_files(made, tmp_path, form):
+    """Names and headers come on top, tens of kB beside a toy's weights."""
+    options = export_options(made / "run", tmp_path / "out", form=form)
+    plan = plan_export(options).report
+    written = 1e6 * json.loads((call("export", options) / "result.json").read_text())["weights_mb"]
+    assert 0.9 * plan["disk_bytes"] < written < 1.15 * plan["disk_bytes"] + 40_000
+    assert plan["passes"] == (3 if form in ("gguf", "mlx") else 0)
+    assert bool(plan["devices"]) == bool(plan["passes"]) != bool(plan["assumed"])
+
+
+def test_a_cache_whose_teacher_has_no_weights_here_is_planned_for_any_device(bare, tiny, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = ["cache", "build", "--teacher", str(bare), "--dataset", str(tiny.text), "--dry-run", "--length", "32"]
+    line += ["--num-rows", "96", "--eval-rows", "12", "--top-k", "64", "--tail-draws", "0"]
+    cli.main([*line, "--tpu"])
+    out = capfd.readouterr().out
+    assert "nothing is written" in out and "on v6e-1 (fits)" in out and "bfloat16" in out
+    cli.main([*line, "--device", "cpu", "--json"])
+    plan = json.loads(capfd.readouterr().out)
+    assert plan["rows"] == 112 and list(plan["devices"]) == ["this CPU"]  # whole batches
+    measured = call("build_cache", cache_options(tiny, tmp_path / "cache", dry_run=True))
+    assert "tokens_per_second" in measured and plan["disk_bytes"] == pytest.approx(measured["bytes"], rel=0.02)
+    assert [path.name for path in tmp_path.iterdir()] == ["bare"]
+
+
+def test_what_cannot_be_planned_is_refused_and_what_is_assumed_is_said(bare, tiny, tmp_path, capfd):
+    options = cache_options(tiny, tmp_path / "cache", teacher=str(bare), num_rows=None)
+    assert f"--num-rows is not given: {ROWS:,} rows are taken" in plan_cache(options).text
+    for plan, given in (
+        (plan_cache, replace(options, teacher=str(tmp_path / "none"))),
+        (plan_eval, replace(eval_options(tiny, {}, tmp_path / "e"), teacher=str(tmp_path / "none"))),
+        (plan_export, export_options(tmp_path / "none", tmp_path / "o")),
+    ):
+        with pytest.raises(ModelError, match="config.json"):
+            plan(given)
+    cli.main(["doctor", "cache", "build", "--teacher", str(bare), "--dataset", "t", "--device", "cpu"])
+    assert "this build" in capfd.readouterr().out
+
+
+def test_a_blockwise_plan_fits_by_its_own_memory(made, tiny, tmp_path):
+    options = recover_options(made / "student", made / "cache", tmp_path / "run")
+    whole = plan_recover(options).report
+    plan = plan_recover(replace(options, blockwise=True, model=str(tiny.teacher))).report
+    assert plan["total_bytes"] == sum(plan["bytes"].values()) != whole["total_bytes"]
+    assert [there["total_bytes"] for there in plan["devices"].values()] == [plan["total_bytes"]]
+    assert needing(89, 100)["fits"] and not needing(90, 100)["fits"]
