@@ -28,6 +28,7 @@ from qat_lora.files.folders import write_text
 from qat_lora.terminal import redact
 
 C = TypeVar("C")
+Way = tuple[str, ...]  # from the root of the settings to one
 
 INT_LIMIT = 2**31  # whole numbers are below: rows and steps beyond it fit no machine, and overflow where they are used
 YAML_LIMIT_BYTES = 1 << 20
@@ -37,33 +38,23 @@ _TEXTS = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text("utf
 HELP: dict[str, str] = _TEXTS["help"]  # of settings, where it would take more than a line
 OTHER_NAMES: dict[str, list[str]] = _TEXTS["names"]  # what other tools and the predecessor call our settings
 
+_METADATA: dict[str, Any] = {"common": False, "unit": None, "alias": None, "on": None, "required": False, "without": ()}
+_METADATA |= {"below": INT_LIMIT, "min": -math.inf, "above": -math.inf, "max": math.inf}
 
-_UNLIMITED = {"below": INT_LIMIT, "min": -math.inf, "above": -math.inf, "max": math.inf}
 
+def option(default: Any, help: str, **given: Any) -> Any:
+    """Declare a setting: its default (of a group: its class), one line of help; `given` are of `_METADATA`.
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    common: bool = False,
-    unit: str | None = None,
-    alias: str | None = None,
-    on: float | None = None,
-    required: bool = False,
-    without: tuple[str, ...] = (),
-    **limits: float,
-) -> Any:
-    """Declare a setting: its default (of a group: its class), one line of help, its unit, a second name.
-
-    `--help` of a command with many settings shows the `common` ones. `on` is what `true` means for a number; `false` is
-    then 0. A `required` one has no default. `without` are, of a group, the settings (or groups, or dotted paths) that
-    its owner does not use: they get no flag and no line in a `config.yaml`, and are refused where they are given, since
-    a setting without effect misleads. `limits`: `min` and `max` of a number are allowed, `above` and `below` are not.
+    `--help` of a command with many settings shows the `common` ones. `alias` is a second name. `on` is what `true`
+    means for a number; `false` is then 0. A `required` one has no default. `without` are, of a group, the settings (or
+    groups, or dotted paths) that its owner does not use: they get no flag and no line in a `config.yaml`, and are
+    refused where they are given, since a setting without effect misleads. `min` and `max` of a number are allowed,
+    `above` and `below` are not.
     """
-    metadata: dict[str, Any] = {"help": help + " (required)" * required, "unit": unit, "alias": alias, "on": on}
-    metadata |= {"required": required, "without": without, "common": common, **_UNLIMITED, **limits}
-    if unknown := limits.keys() - _UNLIMITED:
-        raise TypeError(f"option() has no {', '.join(unknown)}")
+    if unknown := given.keys() - _METADATA:
+        raise TypeError(f"a setting has no {', '.join(unknown)}")
+    metadata = _METADATA | given
+    metadata["help"] = help + " (required)" * metadata["required"]
     if isinstance(default, type) and dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -327,11 +318,7 @@ def setting_path(cls: type, key: str) -> tuple[str, ...]:
 
 
 def resolve(
-    cls: type[C],
-    *,
-    recipe: str | Path | None = None,
-    flags: Mapping[tuple[str, ...], Any] | None = None,
-    words: Sequence[str] = (),
+    cls: type[C], *, recipe: str | Path | None = None, flags: Mapping[Way, Any] | None = None, words: Sequence[str] = ()
 ) -> C:
     """Merge a recipe (YAML, nested or flat), flags and words into one config; ConfigError names what does not fit."""
     tree: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.evaluate.health import HealthConfig
 from qat_lora.evaluate.protocols import Protocol
 from qat_lora.evaluate.tasks import TasksConfig
-from qat_lora.files.gguf_header import GGUF
+from qat_lora.files.checksums import STATE
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.latent import Gradient
 from qat_lora.layers.lora import LoraConfig
@@ -112,10 +112,12 @@ class CacheBuildOptions:
     @property
     def dry_run_measures(self) -> bool:
         """True where a dry run has the teacher to time, False for one whose weights are not here."""
-        name, names = str(self.teacher), ("model.safetensors", "model.safetensors.index.json")
-        return (
-            self.served.teacher_url is not None or Path(name).suffix == GGUF or local_folder(name, *names) is not None
+        place, names = (
+            Path(str(self.teacher)).expanduser(),
+            ("model.safetensors", "model.safetensors.index.json", STATE),
         )
+        is_other = self.served.teacher_url is not None or place.exists() and not (place / "config.json").is_file()
+        return is_other or local_folder(str(self.teacher), *names, revision=self.hub.revision) is not None
 
     @property
     def draws_from_tail(self) -> int:

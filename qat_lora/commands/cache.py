@@ -164,15 +164,13 @@ def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMH
         packing += f"; {options.position_share:g} of the positions drawn by {options.positions}"
     lzma, weights = options.row_codec == "lzma", bool(options.positions != "all" or options.text.weight_field)
     width, sha256 = (lm_head.width, lm_head.sha256) if lm_head else (0, None)
-    return Fingerprint(
-        **about,
-        **{name: getattr(options, name) for name in ("length", "top_k", "value_dtype", "eval_rows")},
-        dataset=describe_source(options.text, dealt) + (f" first {options.num_rows} rows" if options.num_rows else ""),
-        packing=packing + (f"; {'units ' * bool(dealt)}dealt out to {builders} builders" if builders > 1 else ""),
-        temperatures=tuple(sorted(set(options.temperatures))),
-        optional_arrays=optional_arrays(options.draws_from_tail, options.draws, width, sha256, weights, lzma),
-        seed=run.seed,
-    )
+    about |= {name: getattr(options, name) for name in ("length", "top_k", "value_dtype", "eval_rows")}
+    about["dataset"] = describe_source(options.text, dealt)
+    about["dataset"] += f" first {options.num_rows} rows" if options.num_rows else ""
+    packing += f"; {'units ' * bool(dealt)}dealt out to {builders} builders" if builders > 1 else ""
+    about |= {"packing": packing, "temperatures": tuple(sorted(set(options.temperatures))), "seed": run.seed}
+    arrays = optional_arrays(options.draws_from_tail, options.draws, width, sha256, weights, lzma)
+    return Fingerprint(**about, optional_arrays=arrays)
 
 
 def _with_vocabulary(teacher: _Teacher, tokenizer: Any, rows: int | None) -> _Teacher:

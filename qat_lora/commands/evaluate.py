@@ -65,7 +65,8 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     identity = {name: student.sha256 for name, student in students.items()}
     identity["teacher"] = checkpoint_sha256(teacher.folder)
     sources = {name: describe_source(text) for name, text in texts.items()}
-    settings = to_dict(options) | {"weights": identity, "text": sources, "overlap": seen}
+    settings = {key: value for key, value in to_dict(options).items() if key != "dry_run"}
+    settings |= {"weights": identity, "text": sources, "overlap": seen}
     settings |= {"run": {"dtype": run.dtype, "seed": run.seed}, "kd_cache_dir": cache and redact(cache)}
     inputs = [
         *(word.rpartition("=")[2] for word in (*options.students, *options.domain)),

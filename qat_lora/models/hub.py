@@ -1,5 +1,6 @@
 """Settings of fetching models, without transformers, so that the command line reads them at once."""
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +18,14 @@ class HubConfig:
 DEFAULT_HUB = HubConfig()
 
 
-def local_folder(name: str | Path, *files: str) -> Path | None:
+def local_folder(name: str | Path, *files: str, revision: str | None = None) -> Path | None:
     """Return the folder with one of these files of a model that is here or was fetched from the Hub, None for none."""
-    folders = [Path(name).expanduser()]
-    if str(name).count("/") == 1:
-        from huggingface_hub import try_to_load_from_cache
+    folder = Path(name).expanduser()
+    if any((folder / file).is_file() for file in files):
+        return folder
+    from huggingface_hub import try_to_load_from_cache
 
-        fetched = [try_to_load_from_cache(str(name), file) for file in files]
-        folders += [Path(file).parent for file in fetched if isinstance(file, str)]
-    return next((folder for folder in folders if any((folder / file).is_file() for file in files)), None)
+    with contextlib.suppress(ValueError):  # of no Hub name
+        found = (try_to_load_from_cache(str(name), file, revision=revision) for file in files)
+        return next((Path(file).parent for file in found if isinstance(file, str)), None)
+    return None

@@ -43,15 +43,21 @@ def adapter_folder(name: str) -> Path | None:
     return next((f for f in (place, place / "best", place / "adapter") if (f / adapters.CONFIG).is_file()), None)
 
 
-def base_folder(adapter: Path) -> Path:
-    """Return the folder of an adapter's base: saved with it, as named, or relative to it; ModelError: none is there."""
+def local_base(adapter: Path) -> Path | None:
+    """Return the folder here of an adapter's base: saved with it, as named, or relative to it; None where none is."""
     named = adapters.read_adapter(adapter).base
     for folder in (adapter / "base", adapter / named, Path(named)):
         # Unlike Path's, False for names that no system takes.
         if os.path.isfile(folder / "config.json") or folder.suffix == GGUF and os.path.isfile(folder):
             return folder
+    return None
+
+
+def base_folder(adapter: Path) -> Path:
+    """Return the folder of an adapter's base, `local_base` or fetched from the Hub; ModelError: none is there."""
+    named = adapters.read_adapter(adapter).base
     try:
-        return resolve_model(named)
+        return local_base(adapter) or resolve_model(named)
     except ModelError:
         remedy = f"put that folder back, or copy it to {adapter / 'base'}"
         raise ModelError(f"adapter: {adapter} belongs to the base {named}, which is not there; {remedy}") from None

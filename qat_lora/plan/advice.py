@@ -63,11 +63,11 @@ def memory_warning(command: Command, options: Any, free: int | None) -> str:
     """
     named = (getattr(options, name, None) for name in ("checkpoint", "model", "teacher", "student"))
     folder = Path(next(filter(None, named), "missing")).expanduser()
-    if free is None or 100 * sum(file.stat().st_size for file in folder.glob("*.safetensors")) < free:
-        return ""
     try:
+        if free is None or 100 * sum(file.stat().st_size for file in folder.glob("*.safetensors")) < free:
+            return ""
         needs: Requirements = command.load("plan")(options).requirements
-    except QatLoraError:  # the command says it itself
+    except Exception:  # the command says it itself
         return ""
     if needs.host <= free:
         return ""
@@ -125,14 +125,10 @@ def eval_advice(options: EvalOptions) -> str:
 def qat_advice(options: QatOptions) -> str:
     """Return what to lower in `qat`; its parts are what `--dry-run` shows."""
     again, batch, chunk = _loop_answers(options)
-    answers = _try(
-        again,
-        batch,
-        f"--loss-chunk-mb {chunk // 2}" if chunk > 1 else "",
-        "--mergeable instead of training whole weights" if "weights" in options.train_parts else "",
-        f"--calibration-rows {options.calibration_rows // 2}" if options.from_scratch else "",
-        *(_fit_answers(options) if options.from_scratch and options.init in NEED_TEXT else ()),
-    )
+    less = "--mergeable instead of training whole weights" if "weights" in options.train_parts else ""
+    rows = f"--calibration-rows {options.calibration_rows // 2}" if options.from_scratch else ""
+    fits = _fit_answers(options) if options.from_scratch and options.init in NEED_TEXT else ()
+    answers = _try(again, batch, f"--loss-chunk-mb {chunk // 2}" if chunk > 1 else "", less, rows, *fits)
     return f"{answers}; --dry-run shows the parts"
 
 

@@ -10,20 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora.cache.build.builder import CHUNK_BYTES
+from qat_lora.cache.build.writer import Partition
 from qat_lora.cache.format import layout as fmt
+from qat_lora.errors import ConfigError
 from qat_lora.evaluate.protocols import BLOCK
 from qat_lora.evaluate.score import chunk_positions
+from qat_lora.export.card import cache_of_run
 from qat_lora.export.containers import dense_tables
 from qat_lora.export.forms import FORMS, layer_bytes, other_bytes
+from qat_lora.files.gguf_header import BASE
 from qat_lora.layers.convert import quant_layers, weight_count
-from qat_lora.models.load import DTYPES, stored_dtype
-from qat_lora.models.student import adapter_folder, base_folder
+from qat_lora.models.adapter import read_adapter
+from qat_lora.models.load import DTYPES, resolve_model
+from qat_lora.models.student import adapter_folder, local_base
 from qat_lora.options import CacheBuildOptions, EstimateOptions, EvalOptions, ExportOptions, RunConfig
 from qat_lora.plan.devices import attention_on, likely
 from qat_lora.plan.memory import GIB, forecast, meta_student, needing
 from qat_lora.plan.quantize import IMPORTS_BYTES
 from qat_lora.plan.step import Shapes
-from qat_lora.plan.training import device_of, last_lines, parts_text
+from qat_lora.plan.training import device_of, is_here, last_lines, parts_text, replicas_of
 from qat_lora.registry import DryRun, Requirements
 from qat_lora.runtime.launch.select import runs_on_host
 from qat_lora.runtime.precision import with_dtype
@@ -33,16 +38,23 @@ MEASURED = 3  # passes of an export to llama.cpp or MLX: what the head reads, th
 
 
 def plan_cache(options: CacheBuildOptions) -> DryRun:
-    """Plan a cache by its teacher's config; ModelError: there is none."""
-    options = with_dtype(options, device_of(options.run))[0]
-    shapes, rows = _shapes(str(options.teacher), options.run), (options.num_rows or ROWS) + options.eval_rows
-    given = options.length, options.top_k, options.vocab_size or shapes.vocab_size, options.temperatures
-    held = fmt.Contents(*given, options.value_dtype, options.draws_from_tail, options.draws)
+    """Plan a cache by its teacher's config; ModelError: there is none; ConfigError: the teacher is a server's."""
+    if options.served.teacher_url is not None:
+        raise ConfigError("teacher_url: a server's memory and time cannot be planned here; leave it out")
+    options, share = with_dtype(options, device_of(options.run))[0], Partition.parse(options.builder)
+    shapes, rows = _shapes(str(options.teacher), options.run), share.of(options.num_rows or ROWS)
+    rows += options.eval_rows * (share.builder == 0)
+    given = options.length, options.top_k, options.vocab_size or shapes.vocab_size, sorted(set(options.temperatures))
+    weighted = int(options.positions != "all" or options.text.weight_field is not None)
+    width = shapes.config.hidden_size * options.hidden
+    held = fmt.Contents(*given, options.value_dtype, options.draws_from_tail, options.draws, weighted, hidden=width)
     logits = min(CHUNK_BYTES, 4 * options.teacher_batch_size * options.length * held.vocab_size)
-    sizes = {"weights": _bytes(shapes, options.run), "logits": logits}
+    disk = rows * fmt.row_bytes(fmt.array_table(held)) + 2 * width * held.vocab_size
     assumed = [] if options.num_rows else [f"--num-rows is not given: {ROWS:,} rows are taken"]
     asked = _asked(options.teacher, rows, options.length, options.teacher_batch_size, options.run)
-    return _plan("this build", shapes, asked, 1, sizes, rows * fmt.row_bytes(fmt.array_table(held)), assumed)
+    return _plan(
+        "this build", shapes, asked, 1, {"weights": _bytes(shapes, options.run)[0], "logits": logits}, disk, assumed
+    )
 
 
 def plan_eval(options: EvalOptions) -> DryRun:
@@ -50,9 +62,9 @@ def plan_eval(options: EvalOptions) -> DryRun:
     options = with_dtype(options, device_of(options.run))[0]
     run, models = options.run, 1 + len(options.students)
     shapes, texts = _shapes(str(options.teacher), run), len(options.domain) + (options.text.dataset is not None)
-    whole, vocab = _bytes(shapes, run), shapes.vocab_size
+    (whole, tables), vocab = _bytes(shapes, run), shapes.vocab_size
     in_files = runs_on_host(run.device, run.tpu) and run.dtype == "float32"
-    sizes = {"weights": (models - 1) * whole + (_table_bytes(shapes) if in_files else whole)}
+    sizes = {"weights": (models - 1) * whole + (tables if in_files else whole)}
     sizes["logits"] = 4 * (models + 4) * vocab * chunk_positions(vocab)
     assumed = ["students have the teacher's shape"] * (models > 1)
     assumed += [] if options.eval_rows else [f"all rows of a text are {ROWS:,}"]
@@ -65,35 +77,40 @@ def plan_eval(options: EvalOptions) -> DryRun:
 
 def plan_export(options: ExportOptions) -> DryRun:
     """Plan an export; ModelError: the student, or its base, has no config.json."""
-    run, form = replace(options.run, dtype="float32"), FORMS[options.form]
-    base = str(base_folder(adapter) if (adapter := adapter_folder(str(options.student))) else options.student)
-    shapes = _shapes(base, run)
-    dtype = (form.dtype or stored_dtype(Path(base))) if options.dtype == "auto" else options.dtype
-    layers, width, sizes = quant_layers(shapes.module), DTYPES[dtype].itemsize, {"weights": _bytes(shapes, run)}
+    student, run, form = str(options.student), replace(options.run, dtype="float32"), FORMS[options.form]
+    adapter, engine_base = adapter_folder(student), Path(student).expanduser() / BASE
+    base = (local_base(adapter) or read_adapter(adapter).base) if adapter else student
+    shapes = _shapes(str(engine_base if engine_base.is_file() else base), run)
+    kind = form.dtype if options.dtype == "auto" else options.dtype
+    width = DTYPES.get(kind, shapes.config.dtype or DTYPES["float32"]).itemsize
+    layers, (whole, tables) = quant_layers(shapes.module), _bytes(shapes, run)
+    sizes, disk = {"weights": whole, "tables": 2 * tables}, width * shapes.module.rest_weights
     if form.engine:
-        disk = other_bytes(form.engine, shapes.module, layers, width)
+        disk += other_bytes(form.engine, shapes.module, layers, width)
         disk += sum(layer_bytes(form.engine, x.spec, x.out_features, x.in_features) for x in layers.values())
+        disk += int(tables * ((options.embedding_bits or 4.5) - 4.5)) // 32
         disk += sum(file.stat().st_size for file in adapter.glob("*.safetensors")) if adapter else 0
     else:
-        sizes["written"] = disk = width * weight_count(shapes.module)
-    sizes["tables"] = 2 * _table_bytes(shapes)
-    passes = MEASURED if form.engine in ("llama.cpp", "mlx") else 0
-    assumed = [] if passes else ["codes fit the form, so that nothing is measured, and time is that of its files"]
+        sizes["written"] = width * weight_count(shapes.module)
+        disk += sizes["written"]
+    has_text = options.text.dataset is not None or cache_of_run(adapter) is not None
+    passes = MEASURED if form.engine in ("llama.cpp", "mlx") and has_text else 0
+    assumed = ["codes fit the form, as those of another grid are rounded to take more"] if form.engine else []
+    assumed += [] if passes else ["nothing is measured: time is that of files"]
     asked = _asked(options.student, options.eval_rows, options.length, 4, run)
     return _plan("this export", shapes, asked, passes, sizes, disk, assumed)
 
 
 def _shapes(name: str, run: RunConfig) -> Shapes:
+    name = str(resolve_model(name)) if is_here(name) else name
     config, module = meta_student(name, None, DTYPES[run.dtype])
     return Shapes(config.get_text_config(), module, {}, 0, False, 0, has_backward=False)
 
 
-def _bytes(shapes: Shapes, run: RunConfig) -> int:
-    return DTYPES[run.dtype].itemsize * weight_count(shapes.module)
-
-
-def _table_bytes(shapes: Shapes) -> int:
-    return 4 * sum(table.weight.numel() for table in dense_tables(shapes.module).values())
+def _bytes(shapes: Shapes, run: RunConfig) -> tuple[int, int]:
+    """Return the bytes of all weights in the run's type, and those of embedding and head in float32."""
+    tables = 4 * sum(table.weight.numel() for table in dense_tables(shapes.module).values())
+    return DTYPES[run.dtype].itemsize * weight_count(shapes.module), tables
 
 
 def _asked(name: str | None, rows: int, length: int, batch_size: int, run: RunConfig) -> EstimateOptions:
@@ -105,16 +122,16 @@ def _plan(
     what: str, shapes: Shapes, asked: EstimateOptions, passes: int, sizes: dict[str, int], disk: int, assumed: list[str]
 ) -> DryRun:
     """Return the plan of so many passes over `asked.max_steps` batches; `sizes` are bytes of what is held."""
-    on_host, found = (
-        runs_on_host(asked.run.device, asked.run.tpu),
-        forecast(shapes, asked, likely(device_of(asked.run), 1)),
-    )
+    replicas, on_host = replicas_of(asked.run, assumed), runs_on_host(asked.run.device, asked.run.tpu)
+    asked = replace(asked, max_steps=-(-asked.max_steps // replicas))
+    found = forecast(shapes, asked, likely(device_of(asked.run), replicas))
     sizes |= {"activations": found["bytes"]["working memory"], "imports": IMPORTS_BYTES * on_host}
     total, devices = sum(sizes.values()), found["devices"] if passes else {}
     for there in devices.values():
-        there |= {"hours": passes * there["hours"], "tokens_per_s": there["tokens_per_s"] / passes}
+        there |= {name: passes * there[name] for name in ("hours", "usd")}
+        there["tokens_per_s"] /= passes
         there |= needing(total, there["memory_bytes"])
-    rows = asked.max_steps * asked.batch_size
+    rows = asked.max_steps * asked.batch_size * replicas
     report = {"model": asked.model, "parameters": found["parameters"], "passes": passes, "rows": rows}
     report |= {"length": asked.length, "tokens": rows * asked.length, "bytes": sizes, "total_bytes": total}
     report["operations"] = passes * rows * asked.length * found["flops_per_token"]

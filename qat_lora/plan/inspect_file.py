@@ -26,14 +26,10 @@ from qat_lora.plan.memory import meta_model
 
 _FAMILY = re.compile(r"(?<![A-Z0-9])(IQ\d|TQ\d_\d|Q\d_[K01]|BF16|F16|F32|MXFP4|NVFP4)(?!\d)")
 """Of a type in a label; what follows (_S, _M, _XXS) says how many tensors have more bits."""
-SERVED = {
-    None: "transformers, vLLM, mlx-lm; llama.cpp once converted",
-    QUANT_METHOD: "transformers with `import qat_lora`; others once `qat-lora export` wrote their form",
-    "mlx": "mlx-lm",
-    "awq": "vLLM, transformers with GPTQModel",
-    "gptq": "vLLM, transformers with GPTQModel",
-    "compressed-tensors": "vLLM, transformers with compressed-tensors",
-}
+SERVED = {None: "transformers, vLLM, mlx-lm; llama.cpp once converted", "mlx": "mlx-lm"}
+SERVED |= {QUANT_METHOD: "transformers with `import qat_lora`; others once `qat-lora export` wrote their form"}
+SERVED |= dict.fromkeys(("awq", "gptq"), "vLLM, transformers with GPTQModel")
+SERVED |= {"compressed-tensors": "vLLM, transformers with compressed-tensors"}
 """Engines by the method of a folder."""
 Held = tuple[str, str, tuple[int, ...], float]
 """A tensor: its name, its type, its shape, and the bits of one of its numbers."""

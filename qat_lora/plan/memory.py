@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qat_lora.errors import ModelError, one_line
+from qat_lora.errors import ModelError, errors_explained
 from qat_lora.files.checksums import check_folder, read_object
 from qat_lora.files.gguf_header import GGUF, read_header
 from qat_lora.layers.convert import add_lora, block_of, make_quant_skeleton, quant_layers, weight_count
@@ -127,14 +127,11 @@ def meta_model(name: str) -> tuple[Any, Any]:
     if (config_file := file / "config.json").is_file():
         check_folder(config_file.parent, (config_file.name,))
         read_object(config_file)
-    try:
+    with errors_explained(ModelError, f"model: {name} has no config.json that transformers can build"):
         auto = models.transformers.AutoConfig
-        config = auto.from_pretrained(name) if read is None else auto.for_model(**read)
+        config = auto.from_pretrained(name, trust_remote_code=False) if read is None else auto.for_model(**read)
         split_experts(module := models.on_meta(config))
         return config, module
-    except (OSError, ValueError) as error:
-        reason = one_line(error, 200)
-        raise ModelError(f"model: {name} has no config.json that transformers can build ({reason})") from None
 
 
 def meta_student(name: str, chosen: Preset | None, dtype: torch.dtype) -> tuple[Any, nn.Module]:

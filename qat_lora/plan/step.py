@@ -175,7 +175,8 @@ def step_time(shapes: Shapes, options: EstimateOptions, device: Device) -> tuple
     if device.device in ("tpu", "xla"):  # what the host does meanwhile; a CPU is host and device at once
         limits["host tracing"] = TRACE_S
     elif device.device == "cuda":
-        kernels = FORWARD_KERNELS * (1 + options.gradient_checkpointing) + BACKWARD_KERNELS
+        kernels = FORWARD_KERNELS * (1 + shapes.has_backward * options.gradient_checkpointing)
+        kernels += shapes.has_backward * BACKWARD_KERNELS
         chunks, _ = loss_chunks(options, options.batch_size * options.length, shapes.vocab_size)
         kernels = shapes.config.num_hidden_layers * kernels + OTHER_KERNELS + chunks * CHUNK_KERNELS
         limits["kernel launches"] = LAUNCH_S * kernels

@@ -47,7 +47,7 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     student = str(options.model)  # the name under which the Hub has its config, or a folder
     if options.checkpoint is not None:
         student = str(_folder(options.checkpoint))
-    elif _is_here(student):
+    elif is_here(student):
         student = str(resolve_model(student))
     dataset = _cache(options)
     rows = len(dataset) if dataset else options.num_rows
@@ -222,7 +222,7 @@ def last_lines(report: Mapping[str, Any], utilisation: float, more: Sequence[str
 
 
 def _folder(checkpoint: str) -> Path:
-    if not _is_here(checkpoint):
+    if not is_here(checkpoint):
         raise ModelError(
             f"checkpoint: there is no folder {Path(checkpoint).expanduser()}, and a dry run reads its config.json; "
             "make it with `qat-lora quantize`, or ask `qat-lora estimate --model MODEL --preset PRESET`"
@@ -230,7 +230,8 @@ def _folder(checkpoint: str) -> Path:
     return resolve_model(checkpoint)
 
 
-def _is_here(name: str) -> bool:
+def is_here(name: str) -> bool:
+    """Return whether a name is that of a file or folder here, or stands for one, as `resolve_model` reads it."""
     path = Path(name).expanduser()
     return path.exists() or path.suffix in models.FILE_SUFFIXES  # of a file that stands for its folder
 

@@ -99,15 +99,11 @@ class QuantizedWeight(NamedTuple):
 
 
 def quantize_weight(
-    weight_OI: Tensor,
-    spec: QuantSpec,
-    method: Method,
-    calibration: Tensor | Curvature | None = None,
-    rounds: int = ROUNDS,
+    weight_OI: Tensor, spec: QuantSpec, method: Method, moment: Tensor | Curvature | None = None, rounds: int = ROUNDS
 ) -> QuantizedWeight:
     """Quantise one weight matrix of any float type.
 
-    `calibration` is the mean of x xᵀ over calibration tokens [I, I], or its curvature where it serves several calls, or
+    `moment` is the mean of x xᵀ over calibration tokens [I, I], or its curvature where it serves several calls, or
     several layers; needed by `awq`, `gptq` and `descent`, used for importance by `mse`. `rounds` are of `descent`.
 
     ConfigError: unknown method, one that lacks its calibration, or a weight that is not finite or too large.
@@ -119,11 +115,11 @@ def quantize_weight(
         raise ConfigError("weight: holds NaN or infinite entries; check the checkpoint")
     if largest > LARGEST:
         raise ConfigError(f"weight: holds entries above {LARGEST:g}, whose scales float16 cannot hold")
-    if method in NEED_TEXT and calibration is None:
+    if method in NEED_TEXT and moment is None:
         raise ConfigError(f"init: {method} needs calibration text; give --dataset, or choose mse or absmax")
     spec.check_width("weight", weight_OI.shape[1])
     weight = weight_OI.float()
-    curvature = Curvature(calibration) if isinstance(calibration, Tensor) else calibration
+    curvature = Curvature(moment) if isinstance(moment, Tensor) else moment
     if method in COMPENSATED:
         assert curvature is not None
         start = _compensated(weight, spec, curvature)

@@ -3,19 +3,23 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 from toy_pipeline import cache_and_student, cache_options, call, eval_options, export_options, recover_options
 
 from qat_lora import cli
-from qat_lora.errors import ModelError
+from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.convert import weight_count
 from qat_lora.models.load import load_model
+from qat_lora.plan.advice import memory_warning
 from qat_lora.plan.forward import ROWS, plan_cache, plan_eval, plan_export
 from qat_lora.plan.memory import needing
 from qat_lora.plan.quantize import IMPORTS_BYTES
 from qat_lora.plan.training import plan_recover
+from qat_lora.registry import COMMANDS
+from qat_lora.runtime.launch.select import ChipsConfig
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +72,9 @@ def test_an_exports_bytes_are_those_of_its_files(made, tmp_path, form):
     written = 1e6 * json.loads((call("export", options) / "result.json").read_text())["weights_mb"]
     assert 0.9 * plan["disk_bytes"] < written < 1.15 * plan["disk_bytes"] + 40_000
     assert plan["passes"] == (3 if form in ("gguf", "mlx") else 0)
-    assert bool(plan["devices"]) == bool(plan["passes"]) != bool(plan["assumed"])
+    assert bool(plan["devices"]) == bool(plan["passes"])
+    assert ("nothing is measured: time is that of files" in plan["assumed"]) != bool(plan["passes"])
+    assert plan_export(replace(options, student=str(made / "student"))).report["passes"] == 0  # without a run's cache
 
 
 def test_a_cache_whose_teacher_has_no_weights_here_is_planned_for_any_device(bare, tiny, tmp_path, capfd, monkeypatch):
@@ -107,3 +113,63 @@ def test_a_blockwise_plan_fits_by_its_own_memory(made, tiny, tmp_path):
     assert plan["total_bytes"] == sum(plan["bytes"].values()) != whole["total_bytes"]
     assert [there["total_bytes"] for there in plan["devices"].values()] == [plan["total_bytes"]]
     assert needing(89, 100)["fits"] and not needing(90, 100)["fits"]
+
+
+def test_what_is_here_is_measured_and_names_are_read_as_elsewhere(bare, made, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state = call("export", export_options(made / "student", tmp_path / "state", form="pt"))
+    qat = tmp_path / "qat"
+    shutil.copytree(tiny.teacher, qat / "best")
+    for name in (tiny.teacher, state, qat, tiny.teacher / "model.safetensors", "../no/such", "~/no"):
+        options = cache_options(tiny, tmp_path / "c", teacher=str(name))
+        assert options.dry_run_measures == (Path(name).exists())
+    assert not cache_options(tiny, tmp_path / "c", teacher="./bare").dry_run_measures
+    assert not cache_options(tiny, tmp_path / "c", teacher="bare/").dry_run_measures
+    assert plan_eval(replace(eval_options(tiny, {}, tmp_path / "e"), teacher=str(qat))).report["passes"] == 1
+    gguf = call("export", export_options(made / "run", tmp_path / "gguf", form="gguf"))
+    assert plan_export(export_options(gguf, tmp_path / "o", form="pt")).report["disk_bytes"] > 0
+
+
+def test_a_caches_plan_knows_its_rows_builders_and_chips(bare, tiny, tmp_path):
+    options = cache_options(tiny, tmp_path / "c", teacher=str(bare))
+    whole = plan_cache(options).report
+    parts = [plan_cache(replace(options, builder=f"{i}/3")).report for i in range(3)]
+    assert sum(part["disk_bytes"] for part in parts) == pytest.approx(whole["disk_bytes"])
+    for changed in ({"hidden": True}, {"hidden": True, "top_k": 0}, {"positions": "entropy"}, {"draws": 4}):
+        measured = call("build_cache", cache_options(tiny, tmp_path / "c", dry_run=True, **changed))["bytes"]
+        assert plan_cache(replace(options, **changed)).report["disk_bytes"] == pytest.approx(measured, rel=0.3)
+    run = replace(options.run, device="cuda", chips=ChipsConfig(num_chips="4"))
+    of_four = plan_cache(replace(options, run=run)).report["devices"]
+    alone = plan_cache(replace(options, run=replace(run, chips=ChipsConfig()))).report["devices"]
+    assert list(of_four)[1] == "h100-4" and of_four["h100-4"]["hours"] < alone["h100"]["hours"]
+    served = replace(options.served, teacher_url="http://127.0.0.1:1/v1", tokenizer=str(bare))
+    with pytest.raises(ConfigError, match="teacher_url"):
+        plan_cache(replace(options, served=served))
+
+
+def test_a_run_is_not_stopped_by_its_own_warning(tiny, tmp_path):
+    """A config that cannot be planned is refused in words by a dry run, and left to the command by the warning."""
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny.teacher, broken)
+    config = json.loads((broken / "config.json").read_text())
+    for changed in (
+        {"num_attention_heads": 0},
+        {"hidden_act": "none"},
+        {"auto_map": {"AutoConfig": "x.Y"}, "model_type": "y"},
+    ):
+        (broken / "config.json").write_text(json.dumps(config | changed))
+        (broken / "SHA256SUMS").unlink(missing_ok=True)
+        options = replace(eval_options(tiny, {}, tmp_path / "e"), teacher=str(broken))
+        assert memory_warning(COMMANDS["eval"], options, 1000) == ""
+        with pytest.raises(ModelError, match="config.json"):
+            plan_eval(options)
+    warning = memory_warning(COMMANDS["eval"], eval_options(tiny, {"a": tiny.teacher}, tmp_path / "e"), 1000)
+    assert "this evaluation is estimated to need" in warning and "Try --batch-size 4" in warning
+
+
+def test_settings_of_a_run_are_without_the_dry_run(made, tiny, tmp_path):
+    """So folders of earlier versions, which had none, are known again."""
+    call("evaluate", eval_options(tiny, {"a": made / "run"}, tmp_path / "scores", eval_rows=4))
+    call("export", export_options(made / "run", tmp_path / "merged", form="merged"))
+    for out in ("scores", "merged"):
+        assert "dry_run" not in (tmp_path / out / "qat_lora_run.json").read_text()

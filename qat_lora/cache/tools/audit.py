@@ -27,15 +27,9 @@ from qat_lora.types import Batch, LanguageModel, LMHead
 
 Figures = dict[tuple[str, str, int], Tensor]  # of N positions by name, encoding and k; shares of all have neither
 CHUNK_BYTES = 64 << 20  # of float64 logits that are held at a time
-COLUMNS = (
-    ("k", "K", ",d"),
-    ("encoding", "stored as", "s"),
-    ("bytes_per_token", "bytes/token", ",.1f"),
-    ("kl_stored", "KL stored", ".2e"),
-    ("kl_stored_max", "largest", ".2e"),
-    ("tail_mass", "tail mass", ".4f"),
-    ("kl_even_tail", "KL even tail", ".4f"),
-)
+COLUMNS = [("k", "K", ",d"), ("encoding", "stored as", "s"), ("bytes_per_token", "bytes/token", ",.1f")]
+COLUMNS += [("kl_stored", "KL stored", ".2e"), ("kl_stored_max", "largest", ".2e")]
+COLUMNS += [("tail_mass", "tail mass", ".4f"), ("kl_even_tail", "KL even tail", ".4f")]
 
 
 @torch.no_grad()
