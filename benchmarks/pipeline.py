@@ -291,6 +291,9 @@ def main() -> None:
             if plan:
                 found["planned_s"] = round(3600 * plan["devices"]["this CPU"]["hours"], 1)
             found["bytes"] = sum(file.stat().st_size for file in (work / folder).rglob("*") if file.is_file())
+            tokens = {"cache": shape.rows + 2, "recover": shape.steps * shape.batch, "eval": max(2, shape.rows // 10)}
+            if name in tokens:
+                found["tokens_per_s"] = round(tokens[name] * shape.length / found["seconds"], 1)
             counted = operations(shape, result.get("solver_operations", 0)).get(name)
             if counted and (name != "quantize" or arguments.init != "absmax"):
                 ratio = found["cpu_s"] / (counted / per_s)

@@ -125,8 +125,7 @@ class DiskError(QatLoraError, OSError):
 _ROOM = "make room (or raise the quota), then run the same command again: it goes on from what is complete"
 _ELSEWHERE = "give a path that can be written, or choose another --out"
 DISK_ERRORS = {  # what to do about those whose words also stand in the errors of libraries (safetensors, torch)
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: _ROOM,
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _ROOM),
     errno.EMFILE: "raise the limit on open files (`ulimit -n 4096`), then run the same command again",
     errno.ENFILE: "close other programs, or raise the system's limit on open files, then run the same command again",
     errno.ENAMETOOLONG: "give a shorter name",

@@ -15,7 +15,7 @@ from qat_lora.config import HELP, common, option, required, settings
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.health import HealthConfig
-from qat_lora.evaluate.protocols import Protocol
+from qat_lora.evaluate.protocols import BLOCK, Protocol
 from qat_lora.evaluate.tasks import TasksConfig
 from qat_lora.files.checksums import STATE
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
@@ -305,6 +305,11 @@ class EvalOptions:
     harness: TasksConfig = option(TasksConfig, "tasks")
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run", without=("chips",))
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row."""
+        return BLOCK if self.protocol == "blocks2048" else self.length
 
     def __post_init__(self) -> None:
         if not self.domain:

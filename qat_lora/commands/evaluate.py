@@ -15,7 +15,7 @@ from qat_lora.data.sources import Document, TextConfig, describe_source, open_do
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.damage import Damage, damage_report
 from qat_lora.evaluate.health import continue_greedily, health, take_prompts
-from qat_lora.evaluate.protocols import BLOCK, block_rows, sliding_rows
+from qat_lora.evaluate.protocols import block_rows, sliding_rows
 from qat_lora.evaluate.report import SCHEMA, html_report, markdown_report, plot_report, save_json, terminal_report
 from qat_lora.evaluate.score import measure
 from qat_lora.evaluate.tally import Tally, bootstrap, interval, join, pairs
@@ -44,7 +44,7 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
         upcast(teacher.module)
         for table in (teacher.module.get_input_embeddings(), teacher.module.get_output_embeddings()):
             table.float()
-    fits_positions(teacher, _length(options))
+    fits_positions(teacher, options.row_length)
     written, positions = options.health.prompt_tokens + options.health.generate_tokens, teacher.max_positions
     if options.health.generate and positions is not None and written > positions:
         taken = f"prompt and continuation take {written} of {positions} positions"
@@ -113,10 +113,6 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     return report["models"]
 
 
-def _length(options: EvalOptions) -> int:
-    return BLOCK if options.protocol == "blocks2048" else options.length
-
-
 def _named(words: tuple[str, ...], setting: str, known: str) -> dict[str, str]:
     """Return the paths of NAME=PATH or PATH by name; raise a ConfigError for a name that is taken."""
     found: dict[str, str] = {}
@@ -165,7 +161,7 @@ def _report(
     models: dict[str, CausalLM], damages: dict[str, Damage], options: EvalOptions, runtime: Runtime
 ) -> dict[str, Any]:
     """Score the models on every text; return a report (`report.SCHEMA`) whose optional parts are None."""
-    run, length = options.run, _length(options)
+    run, length = options.run, options.row_length
     students = {name: model for name, model in models.items() if name != "teacher"}
     teacher, tallies = models["teacher"], dict[str, dict[str, Tally]]()
     for text, damage in damages.items():

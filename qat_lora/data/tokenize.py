@@ -16,8 +16,7 @@ A new window is tried at neighbouring characters until it falls into step, the w
 such place is found is refused, never cut on a guess. The ids are those of the whole text for tokenizers that decide
 where a word ends by at most `MARGIN_CHARS` characters behind it, runs of white space aside (a window never ends in
 one), and whose normaliser reorders no more than combining marks (no cut is made before one). The usual ones are tested;
-GPT-4o's looks further ahead in a run of thousands of capitals and letters without case. Up to `WINDOW_CHARS` a text is
-encoded whole.
+GPT-4o's looks further ahead in a run of thousands of capitals. Up to `WINDOW_CHARS` a text is encoded whole.
 """
 
 import itertools

@@ -63,12 +63,19 @@ def architecture(model: CausalLM) -> Architecture:
     partial, soft_cap = rope.get("partial_rotary_factor", 1.0), getattr(config, "attn_logit_softcapping", None)
     scale, wide = getattr(config, "query_pre_attn_scalar", None), heads * head_width(config)
     per_head = config.hidden_size // heads if GEMMA_27B.get(found.name) == config.num_hidden_layers else 0
+    local = found.gemma and [layer == "sliding_attention" for layer in config.layer_types]
+    is_other = (
+        local
+        and any(local)
+        and local != [(i + 1) % (2 if found.name == "gemma2" else 6) > 0 for i in range(len(local))]
+    )
     step, normed = getattr(config, "decoder_sparse_step", 1), getattr(config, "norm_topk_prob", found.normed)
     checks = (
         ("biases of", next((n for n in biased if not re.search(found.biases, n.replace(".base", ""))), None)),
         ("positions scaled by", rope["rope_type"] if rope["rope_type"] not in found.ropes else None),
         ("unrounded YaRN ranges, truncate", rope.get("truncate") if rope.get("truncate") is False else None),
         ("partial_rotary_factor", partial if partial != 1 and found.name != "phi3" else None),
+        ("another order of local and global layers than", "llama.cpp's" if is_other else None),
         ("activation", activation if activation != ("gelu_pytorch_tanh" if found.gemma else "silu") else None),
         ("query_pre_attn_scalar", scale if scale not in (None, per_head or head_width(config)) else None),
         ("attn_logit_softcapping", "none" if found.name == "gemma2" and not soft_cap else None),

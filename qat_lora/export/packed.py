@@ -17,10 +17,9 @@ codes with zero points or minima are rounded to float16, a change of 2^-11 of th
 the rest. Groups of other sizes, tables and low-rank scales are rounded again.
 
 MLX computes in the type of the activations: float16 here, but for the norm before the LM head, which is float32 and
-makes the logits so too; float16 logits are off by up to 7e-3 of the largest on a CPU. The tensors are written from
-torch: mlx's own package is only for Apple and a few servers, and its `quantize` would choose steps of its own. A tied
-embedding is stored once, and mlx-lm uses it as the LM head. Source: `mlx.core.quantize` for the packing, a stream of
-bits in words of 32; mlx-lm's `load_adapters` for `adapters/`.
+makes the logits so too. The tensors are written from torch: mlx's own package is only for Apple and a few servers, and
+its `quantize` would choose steps of its own. A tied embedding is stored once, and mlx-lm uses it as the LM head.
+Source: `mlx.core.quantize` for the packing, a stream of bits in words of 32; mlx-lm's `load_adapters`.
 """
 
 import json

@@ -11,9 +11,8 @@ torch's fused attention for CPUs wants that mask, with which it also multiplies 
 and values repeated for every query head. Here a tile of queries, for all query heads of one key head together, meets
 the keys up to its own end (from the begin of its window) in one product; the backward pass rebuilds the tile's
 probabilities from the stored log-sum. Scores are multiplied and kept in float32 whatever the model computes in:
-products that round them to bfloat16 are slightly faster, and five times as far from exact. At 1,024 tokens (16 query
-and 8 key heads of 128, one core) this takes 1.4 to 1.6 times less time than torch's. Under PyTorch/XLA small tiles
-would make a long graph, and writes in place copies (`blocked_attention`).
+products that round them to bfloat16 are slightly faster, and five times as far from exact. Under PyTorch/XLA small
+tiles would make a long graph, and writes in place copies (`blocked_attention`).
 
 Devices with a compiler of their own kernels (CUDA) take FlexAttention, as a mask in memory rules out torch's flash
 kernels. Its *block mask* says which tiles of 128 x 128 scores hold anything, which of these are whole, and a rule for

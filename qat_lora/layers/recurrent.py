@@ -25,7 +25,6 @@ _CONVOLUTION = "causal_conv1d_fn"
 SUPPORTED = yaml.safe_load(Path(__file__).with_name("recurrent.yaml").read_text(encoding="utf-8"))
 """By model type, as tested against transformers document by document: its convolution, its scan."""
 _MARK = "qat_lora_keeps_documents_apart"
-_FUSED = "mamba2_split_conv1d_scan_combined"  # both in one kernel, where there is one; None asks for the two
 
 
 class Documents(NamedTuple):
@@ -62,9 +61,8 @@ def keep_documents_apart(model: nn.Module, kind: str) -> None:
         raise ModelError(f"model: {kind} has {what}; allowed: {', '.join(sorted(SUPPORTED))}")
     if _MARK not in names:
         names |= {name: _apart(names[name], name == _CONVOLUTION) for name in SUPPORTED[kind]} | {_MARK: True}
-        if _FUSED in names:
-            whole = names[_FUSED]
-            names[_FUSED] = lambda *args, documents=None, **kw: whole(*args, **kw) if documents is None else None
+    for layer in model.modules():  # while it trains, a kernel would do both and project, without an adapter
+        layer.training &= not hasattr(layer, "A_log")
 
 
 def _apart(function: Callable[..., Any], time_is_last: bool) -> Callable[..., Any]:

@@ -1,8 +1,7 @@
 """What to do next: the command that usually follows one that ended, or what to lower where memory was too little.
 
 `recover` is answered from its plan, which knows the largest parts. The other commands hold little besides weights and
-one batch, so each has a list of settings to lower, with the value to try next. Plans are imported when they are asked
-for: where a command ended well, nobody waits for transformers.
+one batch, so each has a list of settings to lower, with the value to try next. Plans import transformers, so late.
 """
 
 import functools

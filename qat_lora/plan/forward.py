@@ -1,8 +1,7 @@
 """`--dry-run` of commands that train nothing: `eval`, `export`, and `cache build` where the weights are not here.
 
-Shapes tell what they hold, since a student computes by dense weights whatever its files hold (`prepare_base`): every
-model takes what its config says, in the type of the run. Only a float32 teacher of `eval` stays in its files on a CPU,
-but for its embedding and head (`upcast`). Times are those of forward passes (`plan/step.py`).
+Shapes tell what they hold: a student computes by dense weights whatever its files hold (`prepare_base`), in the type of
+the run. Only a float32 teacher of `eval` stays in its files on a CPU, but for its embedding and head (`upcast`).
 """
 
 from dataclasses import replace
@@ -13,7 +12,6 @@ from qat_lora.cache.build.builder import CHUNK_BYTES
 from qat_lora.cache.build.writer import Partition
 from qat_lora.cache.format import layout as fmt
 from qat_lora.errors import ConfigError
-from qat_lora.evaluate.protocols import BLOCK
 from qat_lora.evaluate.score import chunk_positions
 from qat_lora.export.card import cache_of_run
 from qat_lora.export.containers import dense_tables
@@ -21,7 +19,8 @@ from qat_lora.export.forms import FORMS, layer_bytes, other_bytes
 from qat_lora.files.gguf_header import BASE
 from qat_lora.layers.convert import quant_layers, weight_count
 from qat_lora.models.adapter import read_adapter
-from qat_lora.models.load import DTYPES, resolve_model
+from qat_lora.models.hub import local_folder
+from qat_lora.models.load import DTYPES, resolve_model, stored_dtype
 from qat_lora.models.student import adapter_folder, local_base
 from qat_lora.options import CacheBuildOptions, EstimateOptions, EvalOptions, ExportOptions, RunConfig
 from qat_lora.plan.devices import attention_on, likely
@@ -34,7 +33,7 @@ from qat_lora.runtime.launch.select import runs_on_host
 from qat_lora.runtime.precision import with_dtype
 
 ROWS = 10_000  # where all of a text is read, whose length is not known
-MEASURED = 3  # passes of an export to llama.cpp or MLX: what the head reads, then before and after rounding its table
+WRITE_S = 2.5e-8  # to read, decode and write a weight: 12 to 21 s for 0.6 B on one core, by form
 
 
 def plan_cache(options: CacheBuildOptions) -> DryRun:
@@ -68,21 +67,18 @@ def plan_eval(options: EvalOptions) -> DryRun:
     sizes["logits"] = 4 * (models + 4) * vocab * chunk_positions(vocab)
     assumed = ["students have the teacher's shape"] * (models > 1)
     assumed += [] if options.eval_rows else [f"all rows of a text are {ROWS:,}"]
-    if options.health.generate or options.harness.tasks:
-        assumed.append("continuations and tasks are not in the time")
-    length = BLOCK if options.protocol == "blocks2048" else options.length
-    asked = _asked(options.teacher, texts * (options.eval_rows or ROWS), length, options.batch_size, run)
+    assumed += ["tasks and continuations are not timed"] * bool(options.health.generate or options.harness.tasks)
+    asked = _asked(options.teacher, texts * (options.eval_rows or ROWS), options.row_length, options.batch_size, run)
     return _plan("this evaluation", shapes, asked, models, sizes, 0, assumed)
 
 
 def plan_export(options: ExportOptions) -> DryRun:
     """Plan an export; ModelError: the student, or its base, has no config.json."""
     student, run, form = str(options.student), replace(options.run, dtype="float32"), FORMS[options.form]
-    adapter, engine_base = adapter_folder(student), Path(student).expanduser() / BASE
-    base = (local_base(adapter) or read_adapter(adapter).base) if adapter else student
-    shapes = _shapes(str(engine_base if engine_base.is_file() else base), run)
-    kind = form.dtype if options.dtype == "auto" else options.dtype
-    width = DTYPES.get(kind, shapes.config.dtype or DTYPES["float32"]).itemsize
+    adapter, gguf = adapter_folder(student), Path(student).expanduser() / BASE
+    base = gguf if gguf.is_file() else (local_base(adapter) or read_adapter(adapter).base) if adapter else student
+    shapes, stored = _shapes(str(base), run), stored_dtype(local_folder(base, "config.json") or Path(base))
+    width = DTYPES[(form.dtype or stored) if options.dtype == "auto" else options.dtype].itemsize
     layers, (whole, tables) = quant_layers(shapes.module), _bytes(shapes, run)
     sizes, disk = {"weights": whole, "tables": 2 * tables}, width * shapes.module.rest_weights
     if form.engine:
@@ -91,12 +87,11 @@ def plan_export(options: ExportOptions) -> DryRun:
         disk += int(tables * ((options.embedding_bits or 4.5) - 4.5)) // 32
         disk += sum(file.stat().st_size for file in adapter.glob("*.safetensors")) if adapter else 0
     else:
-        sizes["written"] = width * weight_count(shapes.module)
-        disk += sizes["written"]
+        disk = sizes["written"] = disk + width * weight_count(shapes.module)
     has_text = options.text.dataset is not None or cache_of_run(adapter) is not None
-    passes = MEASURED if form.engine in ("llama.cpp", "mlx") and has_text else 0
+    passes = 3 * (form.engine in ("llama.cpp", "mlx") and has_text)  # what the head reads, before and after rounding
     assumed = ["codes fit the form, as those of another grid are rounded to take more"] if form.engine else []
-    assumed += [] if passes else ["nothing is measured: time is that of files"]
+    assumed += [] if passes else ["nothing is measured: the time is that of files on one core"]
     asked = _asked(options.student, options.eval_rows, options.length, 4, run)
     return _plan("this export", shapes, asked, passes, sizes, disk, assumed)
 
@@ -104,7 +99,7 @@ def plan_export(options: ExportOptions) -> DryRun:
 def _shapes(name: str, run: RunConfig) -> Shapes:
     name = str(resolve_model(name)) if is_here(name) else name
     config, module = meta_student(name, None, DTYPES[run.dtype])
-    return Shapes(config.get_text_config(), module, {}, 0, False, 0, has_backward=False)
+    return Shapes(config.get_text_config(), module, {}, 0, False, 0, passes=1)
 
 
 def _bytes(shapes: Shapes, run: RunConfig) -> tuple[int, int]:
@@ -126,10 +121,11 @@ def _plan(
     asked = replace(asked, max_steps=-(-asked.max_steps // replicas))
     found = forecast(shapes, asked, likely(device_of(asked.run), replicas))
     sizes |= {"activations": found["bytes"]["working memory"], "imports": IMPORTS_BYTES * on_host}
-    total, devices = sum(sizes.values()), found["devices"] if passes else {}
+    total, devices = sum(sizes.values()), found["devices"]
     for there in devices.values():
         there |= {name: passes * there[name] for name in ("hours", "usd")}
-        there["tokens_per_s"] /= passes
+        there["tokens_per_s"] = there["tokens_per_s"] / passes if passes else 0
+        there["hours"] += 0 if passes else WRITE_S * found["parameters"] / 3600
         there |= needing(total, there["memory_bytes"])
     rows = asked.max_steps * asked.batch_size * replicas
     report = {"model": asked.model, "parameters": found["parameters"], "passes": passes, "rows": rows}

@@ -2,8 +2,8 @@
 
 The student is built on torch's meta device, which has shapes and no memory, and put into its training state by the
 calls that a run makes, so what is *held* (weights, adapter, gradients, optimizer state) is counted, not modelled. What
-comes and goes within a step is a formula, and so is its time (`step.py`). `estimate` and the dry runs of `recover` and
-`qat` differ in what trains: each builds its `Shapes` and asks for the same `forecast`.
+comes and goes within a step is a formula, and so is its time (`step.py`). Commands differ in what trains: each builds
+its `Shapes` and asks for the same `forecast`.
 """
 
 import itertools
@@ -37,6 +37,7 @@ from qat_lora.setup.trainable import recovery_parts
 from qat_lora.train.blockwise import blocks_of
 
 GIB = 2**30
+BLOCK_PASSES = 8  # of `reconstruct`: states of both models, target, start, forward and backward, result; then the last
 
 
 def forecast(shapes: Shapes, options: EstimateOptions, devices: Sequence[Device]) -> dict[str, Any]:
@@ -177,4 +178,5 @@ def skeleton(options: EstimateOptions, blockwise: bool = False) -> Shapes:
     inside = f"{blocks_of(module)}.{config.get_text_config().num_hidden_layers - 1}" if blockwise else ""
     groups = recovery_parts(models.CausalLM(module, Path()), scales, options.train_norms, dtype, inside)
     shapes = Shapes(config.get_text_config(), module, groups, rank, scales, 0)
-    return replace(shapes, formed_bytes=scales * dtype.itemsize * sum(shapes.quantised))
+    formed, passes = scales * dtype.itemsize * sum(shapes.quantised), BLOCK_PASSES if blockwise else 2
+    return replace(shapes, formed_bytes=formed, passes=passes)

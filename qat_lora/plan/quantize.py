@@ -88,21 +88,23 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     weights = stored.itemsize * parameters + rest_bytes, 4 * (parameters - quantised) + codes_bytes
     report |= {"weights_bytes": max(weights), "own_bytes": IMPORTS_BYTES + max(fisher, solving_bytes)}
     forms = Path(__file__).with_name("quantize.txt").read_text(encoding="utf-8").rstrip().split("---")
-    device, solving = device_of(options.run), ""
+    device, solving, own = device_of(options.run), "", report["own_bytes"]
+    held = report["weights_bytes"] * (device != "cpu")
     if options.init in COMPENSATED:
         work = solver_work(module, options, COLUMN_PASSES.get(device, 2))
         passes = tokens * calibration_operations(module, size, options, length)
         rate = 1e12 * EstimateOptions.utilisation
-        seconds = {chip.name: passes / (chip.tflops * rate) + work.seconds(chip) for chip in likely(device, 1)}
+        chips = {chip.name: chip for chip in likely(device, 1)}
+        seconds = {name: passes / (chip.tflops * rate) + work.seconds(chip) for name, chip in chips.items()}
         report["solvers"] = {**work._asdict(), "calibration_operations": passes, "seconds": seconds}
-        times = ", ".join(f"{time / 3600:.2g} h on {name}" for name, time in seconds.items())
+        fit = {n: "fits" if own + held < 0.9e9 * chip.memory_gb else "does not fit" for n, chip in chips.items()}
+        times = ", ".join(f"{time / 3600:.2g} h on {name} ({fit[name]})" for name, time in seconds.items())
         solving = forms[1].format(**report["solvers"], times=times)
     rest = f", of which {rest_bytes / GIB:.3f} GiB are no text and stay as they are" if rest_bytes else ""
     gib = {name.replace("_bytes", "_gib"): report[name] / GIB for name in report if name.endswith("_bytes")}
     text = forms[0].format(**report, **gib, reach=reach, rest=rest, solving=solving, target=target)
     starts = 4 * options.start_rank * sum(layer.in_features + layer.out_features for layer in layers)
     disk = 2 * (report["stored_bytes"] + starts) + scratch  # finished blocks are kept until the whole is written
-    own, held = report["own_bytes"], report["weights_bytes"] * (device != "cpu")
     return DryRun(report, text, Requirements("this quantisation", own + held, own, disk))
 
 

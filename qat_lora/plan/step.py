@@ -17,8 +17,7 @@ result once. Backward, a tensor's gradient moves as the tensor did, and elementw
 (`runtime/xla/loop.py`, compiled layers on CUDA). Not in it: exchanges between chips, the optimizer (some thousandths),
 compiling, reading data.
 
-`benchmarks/estimate.py` compares the sums with measured peaks and with what the TPU's compiler gives,
-`tests/plan/test_plan_roofline.py` the parts with the counts of `benchmarks/cuda_roofline.py` and `tpu_compile.py`.
+`benchmarks/estimate.py` and `tests/plan/test_plan_roofline.py` compare both with measured peaks and compilers' counts.
 Source: Williams, Waterman, Patterson (2009), "Roofline: an insightful visual performance model".
 """
 
@@ -55,7 +54,7 @@ class Shapes:
     weight_gradients: bool  # whether the backward pass forms a gradient of every quantised weight
     formed_bytes: int  # weights that a forward forms anew from codes and scales and keeps for its backward pass
     averaged: bool = False  # whether the optimizer keeps an average of what trains
-    has_backward: bool = True  # without it a forward pass is all there is
+    passes: int = 2  # of the layers' products: forward, and gradients of activations; 1: a forward alone
 
     @property
     def trained_by_kind(self) -> dict[str, int]:
@@ -122,7 +121,7 @@ def step_bytes(shapes: Shapes, options: EstimateOptions) -> dict[str, int]:
     # A loop forms each layer's weights as it comes to them.
     formed = shapes.formed_bytes // (layers if is_loop or options.gradient_checkpointing else 1)
     loss = _loss(options, tokens, sizes.hidden, shapes.vocab_size)
-    kept *= shapes.has_backward  # a forward pass alone has tensors as wide, and keeps none
+    kept *= shapes.passes > 1  # a forward alone keeps nothing
     return {"formed weights": formed, "activations": tokens * kept, "working memory": max(loss, backward)}
 
 
@@ -175,8 +174,8 @@ def step_time(shapes: Shapes, options: EstimateOptions, device: Device) -> tuple
     if device.device in ("tpu", "xla"):  # what the host does meanwhile; a CPU is host and device at once
         limits["host tracing"] = TRACE_S
     elif device.device == "cuda":
-        kernels = FORWARD_KERNELS * (1 + shapes.has_backward * options.gradient_checkpointing)
-        kernels += shapes.has_backward * BACKWARD_KERNELS
+        kernels = FORWARD_KERNELS * (1 + (shapes.passes > 1) * options.gradient_checkpointing)
+        kernels += (shapes.passes > 1) * BACKWARD_KERNELS
         chunks, _ = loss_chunks(options, options.batch_size * options.length, shapes.vocab_size)
         kernels = shapes.config.num_hidden_layers * kernels + OTHER_KERNELS + chunks * CHUNK_KERNELS
         limits["kernel launches"] = LAUNCH_S * kernels
@@ -196,8 +195,8 @@ def step_parts(shapes: Shapes, options: EstimateOptions) -> dict[str, Part]:
     Where nothing trains there is no backward pass, and 2 N operations.
     """
     layers, tokens = shapes.config.num_hidden_layers, options.batch_size * options.length
-    width, size, back = DTYPES[options.run.dtype].itemsize, widths(shapes.config), int(shapes.has_backward)
-    passes = 1 + back * (1 + options.gradient_checkpointing)
+    width, size, back = DTYPES[options.run.dtype].itemsize, widths(shapes.config), int(shapes.passes > 1)
+    passes = shapes.passes + back * options.gradient_checkpointing
     output, is_plain = shapes.module.get_output_embeddings(), options.attention == "plain"
     linear = [m for m in shapes.module.modules() if isinstance(m, nn.Linear) and m is not output]
     weights = sum(m.in_features * m.out_features for m in linear)

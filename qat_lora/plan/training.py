@@ -4,8 +4,7 @@ A mistake in a recipe should not wait for the device, the download or the first 
 the student on torch's meta device and puts it into its training state by the calls of the run itself
 (`setup/trainable.py`): what trains is counted, not modelled, and so are the bytes that autograd keeps where `qat` forms
 weights anew in each forward. It reads the cache's manifest if there is one, writes nothing, starts nothing and fetches
-a config at most. What cannot be known yet is assumed from the command's settings and listed as assumed: readers believe
-a number that is printed without its condition.
+a config at most. What cannot be known yet is assumed, and listed as assumed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ import torch
 
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.data.shuffle import steps_per_epoch
-from qat_lora.errors import DeviceError, ModelError
+from qat_lora.errors import ConfigError, DeviceError, ModelError
 from qat_lora.layers.calibrate.fisher import fisher_bytes
 from qat_lora.models import load as models
 from qat_lora.models.load import DTYPES, CausalLM, resolve_model
@@ -30,7 +29,7 @@ from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.runtime.launch.select import choose, look, plan_run, runs_on_host
 from qat_lora.runtime.precision import with_dtype
 from qat_lora.setup.common import with_teacher
-from qat_lora.setup.trainable import check_parts, check_scales, chosen_preset, trained_parts
+from qat_lora.setup.trainable import check_parts, check_scales, check_twin, chosen_preset, trained_parts
 from qat_lora.setup.training import cache_training_data
 from qat_lora.train.lr_probe import probe_steps
 
@@ -59,12 +58,16 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     shapes = skeleton(asked, options.blockwise)
     model = CausalLM(shapes.module, Path(student))
     check_scales(model, options.train_scales)
+    if options.blockwise:
+        if asked.attention == "xla" or replicas > 1:
+            raise ConfigError("blockwise: one process on a CPU or GPU trains block by block; leave it out")
+        check_twin(model, CausalLM(meta_model(str(options.model))[1], Path(str(options.model))))
     if options.uses_cache:
         assumed += check_cache(dataset, asked, options.kd_cache_dir, model, "this command's own settings")
     report = _report(options, shapes, asked, student, replicas, rows)
     stored = report.pop("stored_bytes_of_quantised") + 2 * (report["parameters"] - report["quantised"])
     report |= {"stored_bytes": stored, "assumed": assumed}
-    more, states = [], 0
+    states = 0
     if options.blockwise:
         layers, kept = shapes.config.num_hidden_layers, report["bytes"]["activations"]
         one = {"activations": kept // layers, "full-precision layer": 4 * sum(shapes.quantised) // layers}
@@ -73,13 +76,13 @@ def plan_recover(options: RecoverOptions) -> DryRun:
         for there in report["devices"].values():
             there |= needing(total, there["memory_bytes"])
         states = 16 * report["tokens"] * shapes.config.hidden_size
-        more = [f"disk     {states / GIB:.3f} GiB of hidden states while layers train one after the other"]
     trained, total = report["trained"], report["total_bytes"]
     kind = f"{trained:,} numbers (rank {options.lora.rank})" + (" of the last layer" if options.blockwise else "")
-    text = _text(report, kind, asked.utilisation, more)
     # A checkpoint: what trains, two moments, perhaps an average. An export: halves, and the base of trained scales.
     disk = (options.loop.keep_checkpoints + 1) * 16 * trained + 3 * (2 * trained + options.train_scales * stored)
     disk += states
+    beside = f", {states / GIB:.3f} of it hidden states while layers train one after the other" if states else ""
+    text = _text(report, kind, asked.utilisation, [f"disk     {disk / GIB:.3f} GiB{beside}"])
     host = total if runs_on_host(options.run.device, options.run.tpu) else report["bytes"]["weights"]
     return DryRun(report, text, Requirements("this recovery", total, host, disk))
 
@@ -213,11 +216,11 @@ def parts_text(sizes: Mapping[str, int]) -> str:
 
 def last_lines(report: Mapping[str, Any], utilisation: float, more: Sequence[str] = ()) -> list[str]:
     """Return a plan's lines of the time on each device, `more`, and what is assumed."""
-    line, kinds = "time     {time} on {name} ({fit}), {tokens_per_s:,.0f} tokens/s, bound by {bound}", []
+    line, kinds = ", {tokens_per_s:,.0f} tokens/s, bound by {bound}, at {utilisation:.0%} of the peak rate", []
     for name, there in report["devices"].items():
-        told = {"fit": "fits" if there["fits"] else "does not fit", "name": name}
-        told["time"] = f"{there['hours']:.2f} h" if there["hours"] > 0.1 else f"{60 * there['hours']:.2g} min"
-        kinds.append(line.format(**there, **told) + f", at {utilisation:.0%} of the peak rate")
+        time = f"{there['hours']:.2f} h" if there["hours"] > 0.1 else f"{60 * there['hours']:.2g} min"
+        fit, rate = "fits" if there["fits"] else "does not fit", line.format(**there, utilisation=utilisation)
+        kinds.append(f"time     {time} on {name} ({fit})" + rate * (there["tokens_per_s"] > 0))
     return [*kinds, *more, *(f"assumed  {text}" for text in report["assumed"])]
 
 

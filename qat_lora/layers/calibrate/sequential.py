@@ -237,7 +237,7 @@ def capture_calls(
     """
     states: list[Tensor] = []
     calls: list[list[Call]] = [[] for _ in blocks]
-    in_tuples: list[bool] = []
+    rest: list[Any] = []  # of what a block returns: behind the hidden states in a tuple, False for these alone
 
     def watch(number: int) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -251,11 +251,11 @@ def capture_calls(
         for number, block in enumerate(blocks):
             undo.enter_context(block.register_forward_pre_hook(watch(number), with_kwargs=True))
         for batch in batches:
-            if not in_tuples:
-                with blocks[0].register_forward_hook(lambda _m, _i, out: in_tuples.append(isinstance(out, tuple))):
+            if not rest:
+                with blocks[0].register_forward_hook(lambda _m, _i, out: rest.append(type(out) is tuple and out[1:])):
                     forward(batch)
                 for block in blocks:  # their hidden states, as they come
-                    undo.enter_context(computing_by(block, lambda x, *_args, **_kwargs: (x,) if in_tuples[0] else x))
+                    undo.enter_context(computing_by(block, lambda x, *_, **_k: x if rest[0] == 0 else (x, *rest[0])))
             else:
                 forward(batch)
     return states, calls
