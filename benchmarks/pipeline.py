@@ -242,6 +242,13 @@ def planned(order: list[str]) -> dict[str, Any]:
     return dict(json.loads(lines[lines.index("{") :]))
 
 
+def planned_seconds(plan: dict[str, Any]) -> float:
+    """Return the time that a plan of any command says for this CPU: a cache's is measured, another's is by device."""
+    if "solvers" in plan:
+        return float(plan["solvers"]["seconds"]["this CPU"])
+    return 3600 * float(plan["devices"]["this CPU"]["hours"] if "devices" in plan else plan["hours"])
+
+
 def main() -> None:
     """Run the phases that are missing, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -277,9 +284,9 @@ def main() -> None:
     for name, (order, folder) in commands.items():
         found = result["phases"].get(name)
         if found is None:
-            if name == "quantize" and arguments.init != "absmax":
-                result["solver_operations"] = planned(order)["solvers"]["operations"]
-            plan = planned(order) if name in ("recover", "eval", "export") else {}
+            plan = planned(order) if "--out" in order and (name, arguments.init) != ("quantize", "absmax") else {}
+            if "solvers" in plan:
+                result["solver_operations"] = plan["solvers"]["operations"]
             before = result["cut_off"].get(name, {})
 
             def note(now: dict[str, Any], name: str = name, before: dict[str, Any] = before) -> None:
@@ -289,7 +296,7 @@ def main() -> None:
             found = joined(before, run(order, work / "log.txt", note=note))
             result["cut_off"].pop(name, None)
             if plan:
-                found["planned_s"] = round(3600 * plan["devices"]["this CPU"]["hours"], 1)
+                found["planned_s"] = round(planned_seconds(plan), 1)
             found["bytes"] = sum(file.stat().st_size for file in (work / folder).rglob("*") if file.is_file())
             tokens = {"cache": shape.rows + 2, "recover": shape.steps * shape.batch, "eval": max(2, shape.rows // 10)}
             if name in tokens:

@@ -96,3 +96,21 @@ class LanguageModel(Protocol):
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Return logits [N, vocab_size], in the type in which the model computes them."""
+
+
+class Scores(NamedTuple):
+    """How scores follow from the products of queries and keys."""
+
+    scale: float
+    window: int | None = None  # positions that each sees at most, with its own
+    softcap: float | None = None  # Gemma 2's: softcap · tanh(score / softcap)
+
+    def of(self, products: Tensor) -> Tensor:
+        """Return the scores, in the products' place."""
+        score = products.mul_(self.scale)
+        return score if self.softcap is None else score.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def slope(self, score: Tensor) -> Tensor | float:
+        """Return the derivative of scores by products; masked ones get no gradient, so any finite number will do."""
+        cap = self.softcap
+        return self.scale if cap is None else self.scale * (1 - (score / cap).clamp(-1, 1).square())

@@ -92,10 +92,8 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
                     say(run, f"{out} is complete already")
                     return out
                 _place(teacher, runtime)
-                train_rows = rows(done.cursor if done.rows else None)
-                build_kd_cache(
-                    teacher, train_rows, writer, settings, eval_rows=evaluation, max_rows=max_rows, quiet=run.quiet
-                )
+                given = teacher, rows(done.cursor if done.rows else None), writer, settings
+                build_kd_cache(*given, eval_rows=evaluation, max_rows=max_rows, quiet=run.quiet)
             break
         except OvertakenError:
             say(run, f"another start of builder {part} is ahead; going on behind its last shard")

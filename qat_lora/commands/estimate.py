@@ -22,9 +22,8 @@ def estimate(options: EstimateOptions, runtime: Runtime) -> dict[str, Any]:
 
 
 def _text(report: dict[str, Any], options: EstimateOptions, replicas: int) -> str:
-    form, steps, of_device, note = (
-        Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").rstrip().split("\n---\n")
-    )
+    texts = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
+    form, steps, of_device, note = texts.rstrip().split("\n---\n")
     stored = f" ({report['stored_bytes_of_quantised'] / GIB:.3f} GiB stored)" if report["quantised"] else ""
     places = [name for name, there in report["devices"].items() if there["attention"] == report["attention"]]
     told = {"stored": stored, "places": f", as on {', '.join(places)}" if places else "", "replicas": replicas}

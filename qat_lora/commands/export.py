@@ -68,10 +68,8 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
 
     of_form = dtype, options.container_bits, options.exact_only, options.embedding_bits or EMBEDDING_BITS, importance
     plan = FORMS[options.form].plan(ExportJob(str(options.student), student, adapter, tokenizer, *of_form, run.quiet))
-    settings = {key: value for key, value in to_dict(options).items() if key not in ("run", "hub", "dry_run")} | {
-        "dtype": dtype
-    }
-    settings |= {"weights": student.sha256}
+    settings = {key: value for key, value in to_dict(options).items() if key not in ("run", "hub", "dry_run")}
+    settings |= {"dtype": dtype, "weights": student.sha256}
     inputs = [options.student, student.model.folder, adapter, *text_inputs(options.text), options.scores]
     with outputs.claimed(out, "export", settings, run.overwrite, inputs) as complete:
         if complete:

@@ -20,7 +20,7 @@ from qat_lora.layers.calibrate.quantize import FEWEST_TOKENS, Kept, LayerFitter,
 from qat_lora.layers.calibrate.sequential import quantize_sequential
 from qat_lora.layers.calibrate.upcast import upcast
 from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, quant_layers, reach_of, rule_bits
-from qat_lora.layers.lora import Factors
+from qat_lora.layers.lora import Starts
 from qat_lora.models.adapter import save_starts
 from qat_lora.models.load import CausalLM, cast, load_model, save_quantised
 from qat_lora.options import QuantizeOptions
@@ -127,9 +127,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     return out
 
 
-def _fit(
-    options: QuantizeOptions, model: CausalLM, fitter: LayerFitter, batches: list[Batch] | None
-) -> dict[str, Factors]:
+def _fit(options: QuantizeOptions, model: CausalLM, fitter: LayerFitter, batches: list[Batch] | None) -> Starts:
     """Quantise the model in place, by the batches where there are any; return the adapter starts."""
 
     def forward(batch: Batch) -> torch.Tensor:

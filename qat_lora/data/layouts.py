@@ -4,16 +4,16 @@ A row of a data set is a text or a chat. Chats come in a few layouts that say th
 messages with `role` and `content`, which is what chat templates take. To add one, write its reader into `CHATS` and add
 its name to `Format`.
 
-WikiText is distributed as lines, in the Hugging Face copies a row each. As documents those are orphans: a model sees
-sentences without their article. The title lines ` = Title = ` (subtitles have more equals signs: ` = = History = = `)
-are enough to put the articles together again (Merity et al. 2016, "Pointer Sentinel Mixture Models").
+WikiText is distributed as lines, in the Hugging Face copies a row each. As documents those are sentences without their
+article. The title lines ` = Title = ` (subtitles have more equals signs) put the articles together again (Merity et al.
+2016, "Pointer Sentinel Mixture Models").
 
 A chat's tokens have a mask of what the assistant said. Which tokens are the assistant's is not in the token ids. Marker
 strings need a list of every model's, and `{% generation %}` blocks, the official way, are missing from most templates.
 So the template itself is asked: the text up to an answer is its rendering of the messages before with a generation
 prompt, the text after it that of the messages with the answer. Both must be beginnings of the whole chat's rendering,
-and that is checked. The whole is tokenised as one text, so the ids are those that the model meets in use, and the
-tokenizer's offsets carry the spans over to tokens.
+and that is checked. The whole is tokenised as one text, as in use, and the tokenizer's offsets carry the spans over to
+tokens.
 
 One exception is known: templates of reasoning models write an (empty) thinking block into the last answer and leave it
 out of earlier ones. An earlier answer's rendering is then the same text without its beginning.

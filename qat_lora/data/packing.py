@@ -156,8 +156,7 @@ def _moved(document: int, token: int, found: str) -> TextError:
 def take_eval(open_at: OpenDocuments, encode: Encode, length: int, eval_rows: int) -> tuple[list[PackedRow], int]:
     """Keep the first documents that fill `eval_rows` rows apart; return the rows and the first document for training.
 
-    What the last of those documents has beyond the rows is used by neither side, so no document is in both. TextError:
-    the text has fewer rows, or nothing is left for training.
+    The rest of the last of them is used by neither side. TextError: fewer rows, or nothing left for training.
     """
     if eval_rows <= 0:
         return [], 0

@@ -9,11 +9,11 @@ Of several builders each opens its own files, or row groups where files are few:
 read, and copy from a bucket, everything. Only a text with fewer of these `units` than builders is dealt out so.
 
 Local text is read with the standard library (Parquet with pyarrow); `datasets` serves the hub and folders that it
-saved. Its generic loaders would first copy local text into its cache and make every line a document.
+saved.
 
 Text behind a URL (gs://, s3://, hf://, any file system of fsspec) is copied once, then read as files of this machine.
-Reading it in place would fetch it several times: to look at, to name it by its content, to pack it, and by every
-process. A copy is named by the URL and by what the store lists (names, sizes, versions), so changed text is another.
+Read in place it would be fetched several times, and by every process. A copy is named by the URL and by what the store
+lists (names, sizes, versions), so changed text is another.
 """
 
 import contextlib
@@ -369,9 +369,8 @@ def _row_document(row: Row, config: TextConfig) -> Document:
 def fetched(url: str) -> Path:
     """Return the file or folder on this machine that holds the text of a URL, copied if it is not there yet.
 
-    Copies are kept in qat-lora/text below XDG_CACHE_HOME, by default ~/.cache.
-
-    TextError: nothing is there, or it cannot be read; MissingExtraError: its driver is not installed.
+    Copies are kept in qat-lora/text below XDG_CACHE_HOME, by default ~/.cache. TextError: nothing is there, or it
+    cannot be read; MissingExtraError: its driver is not installed.
     """
     if url.startswith(("file://", "local://")):
         return Path(url.split("://", 1)[1])

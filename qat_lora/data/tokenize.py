@@ -1,10 +1,10 @@
 """Tokenising a text of any size in bounded memory, with the ids that the whole text would have.
 
-A tokenizer takes some 200 bytes of memory for every byte of text, so it gets windows of `WINDOW_CHARS` characters.
-Cutting at a fixed place, or at every line end, is the usual way, and it changes ids: tokens span line ends, runs of
-spaces, words of any length, and some tokenizers write a mark at the beginning of what they are given. So no place is
-trusted. Each window begins before the end of the one before it, and tokens pass from one to the other only where both
-have the same tokens, words and characters on both sides, away from both edges:
+A tokenizer takes some 200 bytes of memory for every byte of text, so it gets windows of `WINDOW_CHARS` characters. To
+cut at a fixed place, or at line ends, changes ids: tokens span line ends, runs of spaces, words of any length, and some
+tokenizers mark the beginning of what they are given. So no place is trusted. Each window begins before the end of the
+one before it, and tokens pass from one to the other only where both have the same tokens, words and characters on both
+sides, away from both edges:
 
 * At the beginning of a word (the tokenizer's: it splits text into words from left to right and encodes each by itself)
   what follows depends on what follows alone. This holds for every model: BPE, Unigram, WordPiece.
@@ -16,7 +16,7 @@ A new window is tried at neighbouring characters until it falls into step, the w
 such place is found is refused, never cut on a guess. The ids are those of the whole text for tokenizers that decide
 where a word ends by at most `MARGIN_CHARS` characters behind it, runs of white space aside (a window never ends in
 one), and whose normaliser reorders no more than combining marks (no cut is made before one). The usual ones are tested;
-GPT-4o's looks further ahead in a run of thousands of capitals. Up to `WINDOW_CHARS` a text is encoded whole.
+GPT-4o's looks further ahead in a run of thousands of capitals.
 """
 
 import itertools

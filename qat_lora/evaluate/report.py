@@ -270,8 +270,8 @@ def plot_report(report: Mapping[str, Any], out: Path, *more: Panel) -> None:
         panels = [kl, *panels, top1]
     panels.append(partial(_calibration, bins=report["calibration"], models=models, colours=colours))
     if students and len(domains) > 1:
-        by_text = partial(_by_text, domains=domains, names=students, colours=colours)
-        panels += [partial(by_text, figure=figure) for figure in ("kl", "ppl")]
+        by_text = partial(_by_text, texts=domains, names=students, colours=colours)
+        panels += [partial(by_text, what=what) for what in ("kl", "ppl")]
     if report["generation"]:
         panels.append(partial(_generation, generation=report["generation"], colours=colours))
     panels += more
@@ -335,20 +335,18 @@ def _calibration(axis: Any, bins: Mapping[str, Any], models: Mapping[str, Any], 
     axis.legend(loc="upper left", handlelength=1.4)
 
 
-def _by_text(
-    axis: Any, domains: Mapping[str, Any], names: Sequence[str], colours: Mapping[str, str], figure: str
-) -> None:
+def _by_text(axis: Any, texts: Mapping[str, Any], names: Sequence[str], colours: Mapping[str, str], what: str) -> None:
     """Draw each student's KL, or its perplexity over the teacher's: texts alone differ far more than models do."""
-    axis.set_title("KL by text, nats a token" if figure == "kl" else "Perplexity over the teacher's, by text")
+    axis.set_title("KL by text, nats a token" if what == "kl" else "Perplexity over the teacher's, by text")
     step = 0.8 / len(names)
-    for (i, models), (place, name) in itertools.product(enumerate(domains.values()), enumerate(names)):
-        y, value = i - 0.4 + step * (place + 0.5), _finite(models[name][figure])
-        value = value if figure == "kl" else value / (_finite(models["teacher"]["ppl"]) or 1.0)
+    for (i, models), (place, name) in itertools.product(enumerate(texts.values()), enumerate(names)):
+        y, value = i - 0.4 + step * (place + 0.5), _finite(models[name][what])
+        value = value if what == "kl" else value / (_finite(models["teacher"]["ppl"]) or 1.0)
         axis.barh(y, value, height=0.72 / len(names), color=colours[name])
-        if figure == "kl":
+        if what == "kl":
             _limits(axis, y, models[name]["interval"]["kl"], lw=0.9)
-    _names(axis, list(domains))
-    if figure == "kl":
+    _names(axis, list(texts))
+    if what == "kl":
         axis.set_xlim(0, None)
     else:
         axis.axvline(1, color=INK, lw=0.9, ls=(0, (4, 3)))

@@ -4,7 +4,6 @@ Most know one form: an integer times the step of its group. Integer codes have i
 doubling, (q + 1/2) s = (2 q + 1) (s / 2): exact, at the price of one more bit; the zero points that containers offer
 are integers. A group that does not divide the row is cut to one that does, its step repeated: exact as well. Look-up
 tables, zero points and scales without groups are rounded again, and the error is measured, never assumed to be small.
-Containers name and turn the two differently, but GPTQ's words, MLX's, and our bytes are one little-endian stream.
 
 The embedding and the LM head, most of the file of a 2-bit model of 0.6 B, go on a grid of few bits by the layers' own
 quantiser (`quantize_weight`, weighted clip search). What an LM head's error does to a logit is weighted by the hidden
@@ -13,10 +12,9 @@ square of the norm's gain, which is that mean for states of equal variance. A ta
 weights. A head that the preset quantised keeps its codes and is not seen here.
 
 The gguf library encodes few of GGML's types, and rounds a dense weight anew. Here the codes that trained are laid out
-as they are, and read back by the library's own decoder: "exact" is said of the bytes in the file and not of an
-intention. Of `Q2_0` llama.cpp holds codes {-1, 0, 1, 2}, ours negated, so the step changes its sign. Layouts:
-llama.cpp's ggml-common.h and ggml-quants.c; a byte holds codes that are a quarter or half of a stretch apart, for
-vector units.
+as they are, and read back by the library's own decoder. Of `Q2_0` llama.cpp holds codes {-1, 0, 1, 2}, ours negated, so
+the step changes its sign. Layouts: llama.cpp's ggml-common.h and ggml-quants.c; a byte holds codes that are a quarter
+or half of a stretch apart, for vector units.
 """
 
 from __future__ import annotations

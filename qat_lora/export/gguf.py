@@ -154,10 +154,7 @@ def _tensors(model: CausalLM, found: Mapping[str, Blocks | None], dtype: str) ->
 
 
 def _joined(model: CausalLM, tensors: Iterable[tuple[str, str, Blocks]]) -> Iterator[tuple[str, Blocks]]:
-    """Yield blocks by name, those of a mixture's experts as one tensor's, no byte changed.
-
-    ModelError: a mixture's are of several types, or of some of its experts alone.
-    """
+    """Yield blocks by name, a mixture's as one; ModelError: of several types, or of some of its experts alone."""
     stacks: dict[str, list[Blocks]] = {}
     for layer, label, blocks in tensors:
         if (stack := siblings_of(layer)) is None:

@@ -133,8 +133,7 @@ def upload_summary(folder: Path, files: dict[str, int]) -> dict[str, object]:
 def upload(folder: Path, files: Iterable[str], repo: str, private: bool, api: Any = None) -> str:
     """Send files in one commit, so that a repository never shows a card without its weights; return its address.
 
-    The repository is made if it is missing. `api` is a client of the Hub; default: `huggingface_hub.HfApi()`, with the
-    login of this machine. ModelError: the Hub refuses.
+    The repository is made if missing; `api` is by default `huggingface_hub.HfApi()`. ModelError: the Hub refuses.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -201,8 +200,7 @@ def dataset_card(manifest: Manifest, repo: str, license: str) -> str:
 def push_cache(folder: Path, manifest: Manifest, repo: str, license: str, private: bool, api: Any = None) -> str:
     """Send a checked cache to a dataset repository, made if it is missing; return the address of the last commit.
 
-    `api` is a client of the Hub; default: `huggingface_hub.HfApi()`. CacheError: the Hub refuses, or the repository
-    holds another cache or is public where `private` was asked for.
+    CacheError: the Hub refuses, or the repository holds another cache or is public where `private` was asked for.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 

@@ -2,8 +2,8 @@
 
 `compressed-tensors`: the library's own `compress` quantises a dense weight, which would round our codes a second time.
 So tensors are written one by one, with its packing function and its config schema. Integer codes keep their width.
-Others take one of 2, 4 and 8 bits unless the user names one: those do not cross a 32-bit word, and every version of the
-library packs them alike. The layout of 3 bits changed (ten codes to a word up to 0.15, no gaps in 0.20).
+Others take 2, 4 or 8 bits unless the user names one: those do not cross a 32-bit word, and all its versions pack them
+alike. The layout of 3 bits changed (ten codes to a word up to 0.15, no gaps in 0.20).
 
 GPTQ, which GPTQModel reads too: a weight is (q - z) s, with whole q and z. Our integer codes are that with
 z = 2^(bits-1), of which GPTQ's first format stores one less; its second stores z as it is, and fewer readers know it.
@@ -12,14 +12,14 @@ Codes and zero points are one stream of bits, in which 3-bit codes cross words o
 Source: AutoGPTQ's `pack`, which GPTQModel's `pack_original` keeps. (`models/packed.py` has our readers.)
 
 MLX, with the adapter in `adapters/`, holds w = q s + b: codes q from 0, a float16 step s and bias b of every 32, 64 or
-128 inputs. Integer codes have b = -2^(bits-1) s, a float16 whenever s is: exact. The biases of half-integers and of
-codes with zero points or minima are rounded to float16, a change of 2^-11 of themselves or less, which is measured with
-the rest. Groups of other sizes, tables and low-rank scales are rounded again.
+128 inputs. Integer codes have b = -2^(bits-1) s, a float16 whenever s is: exact. Other biases are rounded to float16,
+by 2^-11 of themselves or less, which is measured with the rest. Groups of other sizes, tables and low-rank scales are
+rounded again.
 
-MLX computes in the type of the activations: float16 here, but for the norm before the LM head, which is float32 and
-makes the logits so too. The tensors are written from torch: mlx's own package is only for Apple and a few servers, and
-its `quantize` would choose steps of its own. A tied embedding is stored once, and mlx-lm uses it as the LM head.
-Source: `mlx.core.quantize` for the packing, a stream of bits in words of 32; mlx-lm's `load_adapters`.
+MLX computes in the type of the activations, float16 here, but for the last norm: float32, and so are the logits. The
+tensors are written from torch: mlx's `quantize` would choose steps of its own. A tied embedding is stored once, and
+mlx-lm uses it as the LM head. Source: `mlx.core.quantize` for the packing, a stream of bits in words of 32; mlx-lm's
+`load_adapters`.
 """
 
 import json

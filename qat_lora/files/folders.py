@@ -7,14 +7,13 @@ under a listed name counts as the run's.
 
 A new file appears whole or not at all: temporary file, fsync, link, fsync of the folder. Under the final name a kill
 leaves half a file, rename without fsync leaves an empty one after a power cut, and overwrites what another process has
-just finished; `link` refuses. The lock is `flock`, which the kernel drops with the process, while a lock *file* would
-block the next run. `failpoint` lets the tests kill a process at each named step: at random times almost no kill lands
-inside a commit.
+just finished; `link` refuses. The lock is `flock`, which the kernel drops with the process; a lock *file* would block
+the next run. Tests kill a process at each `failpoint`: at random times almost no kill lands inside a commit.
 
 A file is replaced by one rename. A folder cannot be, because rename refuses a target that is not empty: the new one is
 filled under another name, the old one is renamed away, the new one takes its name, other people's files move over, and
 the old one is removed last. A kill leaves the old folder, the new one, or, between the two renames, the old one under
-its other name, which `restore_dir` renames back. Writing file by file could leave new factors with an old base.
+its other name, which `restore_dir` renames back.
 """
 
 import errno

@@ -35,10 +35,7 @@ class _Mark(NamedTuple):
 
 @contextlib.contextmanager
 def lock_dir(out: Path) -> Iterator[None]:
-    """Lock a run's folder (made if missing) by `flock` on itself, so that a kill frees it and nothing is left behind.
-
-    Some network file systems give no such protection. OutputExistsError: another process holds it, or it is a file.
-    """
+    """Lock a run's folder, made if missing, by `flock`, which a kill frees; OutputExistsError: it is held."""
     import fcntl
 
     if out.is_file():
@@ -116,9 +113,8 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool,
             differing, there, here = f"{differing}.{inner}", there.get(inner), here.get(inner)
         limit = " (--overwrite removes runs of the same command only)"
         remedy = f"choose another --out{limit if differing == 'command' else ', or --overwrite to start again'}"
-        raise OutputExistsError(
-            f"--out {out}: holds another run: {differing} was {_short(there)}, now {_short(here)}; {remedy}"
-        )
+        change = f"{differing} was {_short(there)}, now {_short(here)}"
+        raise OutputExistsError(f"--out {out}: holds another run: {change}; {remedy}")
     # First: a kill in here leaves no run that looks whole.
     files.replace_own(mark, _text({"command": command}, False, {}))
     _remove(out, names)

@@ -1,24 +1,23 @@
 """Attention that keeps no scores for the backward pass: in tiles of queries on CPUs, in a few large blocks under XLA.
 
 Documents are contiguous and all attention is causal, so one number a token says what it sees: everything from its
-`first` position to its own. A mask of L x L, 4 GB for a row of 32,768, is made only for attention that reads nothing
-else. Given a 2-D mask or none, transformers would inspect it on the host in each forward, which stops an XLA device,
-and packed documents would see each other. So `attention_inputs` builds what every token sees in the graph, from
-document ids; transformers' models pass the numbers on unread, since they have the four dimensions of a mask that is
-made already: int32 [B, 1, 1, L].
+`first` position to its own. A mask of L x L, 4 GB for a row of 32,768, is made for `LONGEST_DENSE` tokens at most,
+where torch's own kernel reads it. Given a 2-D mask or none, transformers would inspect it on the host in each forward,
+which stops an XLA device. So `attention_inputs` builds what every token sees in the graph, from document ids;
+transformers' models pass the numbers on unread, as they have the shape of a finished mask: int32 [B, 1, 1, L].
 
 torch's fused attention for CPUs wants that mask, with which it also multiplies the blocked half of the scores, and keys
 and values repeated for every query head. Here a tile of queries, for all query heads of one key head together, meets
 the keys up to its own end (from the begin of its window) in one product; the backward pass rebuilds the tile's
-probabilities from the stored log-sum. Scores are multiplied and kept in float32 whatever the model computes in:
-products that round them to bfloat16 are slightly faster, and five times as far from exact. Under PyTorch/XLA small
-tiles would make a long graph, and writes in place copies (`blocked_attention`).
+probabilities from the stored log-sum. Scores are float32 whatever the model computes in: rounded to bfloat16 they are
+five times as far from exact. Under PyTorch/XLA small tiles would make a long graph, and writes in place copies
+(`blocked_attention`).
 
 Devices with a compiler of their own kernels (CUDA) take FlexAttention, as a mask in memory rules out torch's flash
 kernels. Its *block mask* says which tiles of 128 x 128 scores hold anything, which of these are whole, and a rule for
 the others, compiled into the kernel: documents, windows and causality become tiles that are never visited. One serves
 all layers of a micro-batch, and another batch is no other program. Variable-length flash attention wants packed rows of
-unknown number, whose counts a host would have to read. Uncompiled, `flex_attention` computes all scores: for tests.
+unknown number, whose counts a host would have to read.
 
 Sources: FlashAttention-2 (Dao, 2023), Algorithms 1 and 2, without its tiles of keys; FlexAttention (arXiv 2412.05496).
 """
@@ -32,19 +31,20 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from qat_lora.errors import ModelError
+from qat_lora.types import Scores
 
 TILE = 64  # queries of a tile: smaller ones repack the keys more often, larger ones compute more that the mask blocks
 
 
 def tiled_attention(
-    query_BHLD: Tensor, key_BGLD: Tensor, value_BGLE: Tensor, first_BL: Tensor, scale: float, window: int | None = None
+    query_BHLD: Tensor, key_BGLD: Tensor, value_BGLE: Tensor, first_BL: Tensor, scores: Scores
 ) -> Tensor:
-    """Return the attention of every query head to its key head, [B, H, L, E]; H is a multiple of G.
+    """Return the attention of every query head to its key head, [B, H, L, E]: H is a multiple of G.
 
-    `first_BL` is the first position that each sees, at most `window` with its own; under autocast scores stay float32.
+    `first_BL` is the first position that each sees; under autocast scores stay float32.
     """
     key, value = key_BGLD.to(query_BHLD.dtype), value_BGLE.to(query_BHLD.dtype)
-    output: Tensor = _Attention.apply(query_BHLD, key, value, first_BL, (scale, window), compute_anew, _Tiles())
+    output: Tensor = _Attention.apply(query_BHLD, key, value, first_BL, (scores, compute_anew, _Tiles()))
     return output
 
 
@@ -57,19 +57,19 @@ def dense_mask(first_B11L: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def tiled_or(otherwise: Callable[..., Any], attention: Callable[..., Tensor] = tiled_attention) -> Callable[..., Any]:
-    """Return an attention function for transformers: ours for first positions, else `otherwise`.
+    """Return an attention function for transformers: ours for first positions, which are int32, else `otherwise`.
 
-    First positions are int32; dropout, sinks and capped scores, which we do not compute, take them as a mask in memory.
+    Dropout and sinks, which ours do not compute, take them as a mask in memory.
     """
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **others: Any) -> Any:
-        if not isinstance(attention_mask, Tensor) or attention_mask.dtype != torch.int32:
-            return otherwise(module, query, key, value, attention_mask, **others)
-        scale = others.get("scaling")
-        if scale is None or any(others.get(name) is not None for name in ("softcap", "s_aux")) or others.get("dropout"):
-            return otherwise(module, query, key, value, dense_mask(attention_mask, query.dtype), **others)
-        window = others.get("sliding_window")
-        return attention(query, key, value, attention_mask[:, 0, 0], scale, window).transpose(1, 2), None
+        scale, window, softcap = (others.get(name) for name in ("scaling", "sliding_window", "softcap"))
+        is_first = isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int32
+        if is_first and scale is not None and others.get("s_aux") is None and not others.get("dropout"):
+            scores = Scores(scale, window, softcap)
+            return attention(query, key, value, attention_mask[:, 0, 0], scores).transpose(1, 2), None
+        mask = dense_mask(attention_mask, query.dtype) if is_first else attention_mask
+        return otherwise(module, query, key, value, mask, **others)
 
     return attend
 
@@ -85,38 +85,33 @@ def compute_anew(computation: Callable[[], tuple[Tensor, ...]], _count: int) -> 
     return computation()
 
 
+Outputs = tuple[Tensor, Tensor]  # the result [B, H, L, D], and what the gradients need of the scores
+Gradients = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
+
+
 class AttentionMethod(Protocol):
     """What computes attention and its gradients."""
 
-    def outputs(
-        self, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scale: float, window: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the result [B, H, L, D] and what the gradients need of the scores."""
+    def outputs(self, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scores: Scores) -> Outputs:
+        """Return the outputs; `first_BL` is the first position that each sees."""
 
-    def gradients(
-        self, tensors: Sequence[Tensor], first_BL: Tensor, d_output: Tensor, scale: float, window: int | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of queries, keys and values: `tensors` are these and what `outputs` returned."""
+    def gradients(self, tensors: Sequence[Tensor], first_BL: Tensor, d_output: Tensor, scores: Scores) -> Gradients:
+        """Return the gradients; `tensors` are queries, keys and values, and what `outputs` returned."""
 
 
-class AttentionKernel(AttentionMethod, Protocol):
-    """A device's own (`runtime/xla/splash.py`), where it fits."""
-
-    def fits(self, query_BHLD: Tensor, key_BGLD: Tensor) -> bool:
-        """Return whether the kernel can compute these."""
+# A device's own (`runtime/xla/splash.py`): (queries, keys, scores) -> whether, and how, it computes these.
+AttentionKernel = Callable[[Tensor, Tensor, Scores], AttentionMethod | None]
 
 
 class _Blocks:
     """R: query heads of a key head. C: queries of a block. E: keys up to its end. M: R C."""
 
-    def outputs(
-        self, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scale: float, window: int | None
-    ) -> tuple[Tensor, Tensor]:
+    def outputs(self, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scores: Scores) -> Outputs:
         """Return the result and the scores' log-sums, [B, G, R, L, 1]."""
         query_BGRLD = query.unflatten(1, (key.shape[1], -1))
         outputs, log_sums = [], []
         for rows in _slices(query.shape[2], BLOCK):
-            score_BGME = _block_scores(query_BGRLD, key, first_BL, scale, rows)
+            score_BGME = _block_scores(query_BGRLD, key, first_BL, scores, rows)
             top_BGM1 = score_BGME.amax(-1, keepdim=True)
             share_BGME = (score_BGME - top_BGM1).exp().to(value.dtype)
             sum_BGM1 = share_BGME.float().sum(-1, keepdim=True)
@@ -126,9 +121,7 @@ class _Blocks:
             log_sums.append((top_BGM1 + sum_BGM1.log()).unflatten(2, split))
         return torch.cat(outputs, 3).flatten(1, 2), torch.cat(log_sums, 3)
 
-    def gradients(
-        self, tensors: Sequence[Tensor], first_BL: Tensor, d_output: Tensor, scale: float, window: int | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, tensors: Sequence[Tensor], first_BL: Tensor, d_output: Tensor, scores: Scores) -> Gradients:
         query, key, value, output, log_sum = tensors
         split = (key.shape[1], -1)
         query_BGRLD, d_output_BGRLD = query.unflatten(1, split), d_output.unflatten(1, split)
@@ -141,9 +134,10 @@ class _Blocks:
                 tensor[:, :, :, rows].flatten(2, 3) for tensor in (query_BGRLD, d_output_BGRLD, log_sum, pull_BGRL1)
             )
             # Keys first: so two of the three products read what is formed here as it is.
-            share_BGEM = (_block_scores(query_BGRLD, key, first_BL, scale, rows).mT - log_sum_BGM1.mT).exp()
+            score_BGEM = _block_scores(query_BGRLD, key, first_BL, scores, rows).mT
+            share_BGEM = (score_BGEM - log_sum_BGM1.mT).exp()
             d_share_BGEM = _product(value[:, :, keys], d_out_BGMD.mT)
-            d_score_BGEM = (share_BGEM * (d_share_BGEM - pull_BGM1.mT) * scale).to(query.dtype)
+            d_score_BGEM = (share_BGEM * (d_share_BGEM - pull_BGM1.mT) * scores.slope(score_BGEM)).to(query.dtype)
             d_query_BGMD = _product(d_score_BGEM.mT, key[:, :, keys]).to(query.dtype)
             d_queries.append(d_query_BGMD.unflatten(2, (query_BGRLD.shape[2], -1)))
             d_key = d_key + nn.functional.pad(_product(d_score_BGEM, query_BGMD), rest)
@@ -156,40 +150,34 @@ def blocked_attention(
     key_BGLD: Tensor,
     value_BGLE: Tensor,
     first_BL: Tensor,
-    scale: float,
-    window: int | None = None,
+    scores: Scores,
     *,
     keep: Keep = compute_anew,
     kernel: AttentionKernel | None = None,
 ) -> Tensor:
     """Return what `tiled_attention` does in few, large blocks without writes in place, or by a kernel that fits."""
-    fits = kernel is not None and key_BGLD.shape == value_BGLE.shape and kernel.fits(query_BHLD, key_BGLD)
-    method: AttentionMethod = kernel if kernel is not None and fits else _Blocks()
-    output: Tensor = _Attention.apply(query_BHLD, key_BGLD, value_BGLE, first_BL, (scale, window), keep, method)
+    own = kernel and key_BGLD.shape == value_BGLE.shape and kernel(query_BHLD, key_BGLD, scores)
+    output: Tensor = _Attention.apply(query_BHLD, key_BGLD, value_BGLE, first_BL, (scores, keep, own or _Blocks()))
     return output
+
+
+_How = tuple[Scores, Keep, AttentionMethod]
 
 
 class _Attention(torch.autograd.Function):
     """Attention by any method, whose results are kept for the backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        first_BL: Tensor,
-        settings: tuple[float, int | None],
-        keep: Keep,
-        method: AttentionMethod,
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, how: _How) -> Tensor:
+        scores, keep, method = how
+
         def compute() -> tuple[Tensor, Tensor]:
             with torch.autocast(query.device.type, enabled=False):  # which would round the scores
-                return method.outputs(query, key, value, first_BL, *settings)
+                return method.outputs(query, key, value, first_BL, scores)
 
         output, log_sum = keep(compute, 2)
         ctx.save_for_backward(query, key, value, first_BL, output, log_sum)
-        ctx.method, ctx.settings = method, settings
+        ctx.method, ctx.scores = method, scores
         return output
 
     @staticmethod
@@ -198,8 +186,8 @@ class _Attention(torch.autograd.Function):
         query, key, value, first_BL, output, log_sum = ctx.saved_tensors
         with torch.autocast(d_output.device.type, enabled=False):
             tensors = query, key, value, output, log_sum
-            gradients = ctx.method.gradients(tensors, first_BL, d_output, *ctx.settings)
-        return *gradients, None, None, None, None
+            gradients = ctx.method.gradients(tensors, first_BL, d_output, ctx.scores)
+        return *gradients, None, None
 
 
 def _slices(length: int, size: int) -> list[slice]:
@@ -211,11 +199,11 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return torch.matmul(left.float(), right.float())
 
 
-def _block_scores(query_BGRLD: Tensor, key: Tensor, first_BL: Tensor, scale: float, rows: slice) -> Tensor:
+def _block_scores(query_BGRLD: Tensor, key: Tensor, first_BL: Tensor, scores: Scores, rows: slice) -> Tensor:
     """Return a block's masked scores in float32, [B, G, M, E]."""
     heads, keys = query_BGRLD.shape[2], torch.arange(rows.stop, device=key.device)
     first_BM, own_M = first_BL[:, rows].repeat(1, heads), keys[rows].repeat(heads)
-    score_BGME = _product(query_BGRLD[:, :, :, rows].flatten(2, 3), key[:, :, : rows.stop].mT) * scale
+    score_BGME = scores.of(_product(query_BGRLD[:, :, :, rows].flatten(2, 3), key[:, :, : rows.stop].mT))
     allowed_BME = (keys >= first_BM[:, :, None]) & (keys <= own_M[:, None])
     return score_BGME.masked_fill(~allowed_BME[:, None], BLOCKED_SCORE)
 
@@ -223,17 +211,15 @@ def _block_scores(query_BGRLD: Tensor, key: Tensor, first_BL: Tensor, scale: flo
 class _Tiles:
     """N: key heads of all rows (B G). R: query heads of a key head. C: queries of a tile. E: keys that they may see."""
 
-    def outputs(
-        self, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scale: float, window: int | None
-    ) -> tuple[Tensor, Tensor]:
+    def outputs(self, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scores: Scores) -> Outputs:
         """Return the result and the scores' log-sums, [N, R, L]."""
         query_NRLD, key_NLD, value_NLD = _by_key_head(query, key, value)
         wide_NLD = key_NLD.float()
         output = query.new_empty(*query.shape[:3], value.shape[3])
         output_NRLD = output.view(*query_NRLD.shape[:3], -1)
         log_sum_NRL = torch.empty(query_NRLD.shape[:3], dtype=torch.float32)
-        for rows, keys in _tiles(query.shape[2], window):
-            score_NRCE = _scores(query_NRLD, wide_NLD, first_BL, scale, rows, keys)
+        for rows, keys in _tiles(query.shape[2], scores.window):
+            score_NRCE = _tile_scores(query_NRLD, wide_NLD, first_BL, scores, rows, keys)
             top_NRC1 = score_NRCE.amax(-1, keepdim=True)
             score_NRCE.sub_(top_NRC1).exp_()
             sum_NRC1 = score_NRCE.sum(-1, keepdim=True)
@@ -242,9 +228,7 @@ class _Tiles:
             output_NRLD[:, :, rows] = torch.bmm(share_NME, value_NLD[:, keys]).view(*score_NRCE.shape[:3], -1)
         return output, log_sum_NRL
 
-    def gradients(
-        self, tensors: Sequence[Tensor], first_BL: Tensor, d_output: Tensor, scale: float, window: int | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, tensors: Sequence[Tensor], first_BL: Tensor, d_output: Tensor, scores: Scores) -> Gradients:
         query, key, value, output, log_sum_NRL = tensors
         query_NRLD, key_NLD, value_NLD = _by_key_head(query, key, value)
         wide_NLD, d_output_NRLD = key_NLD.float(), d_output.reshape(*query_NRLD.shape[:3], -1)
@@ -252,14 +236,15 @@ class _Tiles:
         d_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         d_query_NRLD = d_query.view(query_NRLD.shape)
         d_key_NLD, d_value_NLD = torch.zeros_like(wide_NLD), torch.zeros_like(value_NLD, dtype=torch.float32)
-        for rows, keys in _tiles(query.shape[2], window):
-            share_NRCE = _scores(query_NRLD, wide_NLD, first_BL, scale, rows, keys)
+        for rows, keys in _tiles(query.shape[2], scores.window):
+            share_NRCE = _tile_scores(query_NRLD, wide_NLD, first_BL, scores, rows, keys)
+            slope = scores.slope(share_NRCE)
             share_NRCE.sub_(log_sum_NRL[:, :, rows, None]).exp_()
             d_out_NMD, query_NMD = d_output_NRLD[:, :, rows].flatten(1, 2), query_NRLD[:, :, rows].flatten(1, 2)
             share_NME = share_NRCE.to(query.dtype).flatten(1, 2)
             d_value_NLD[:, keys] += torch.bmm(share_NME.transpose(1, 2), d_out_NMD)
             d_share_NME = torch.bmm(d_out_NMD, value_NLD[:, keys].transpose(1, 2))
-            d_score_NRCE = share_NRCE.mul_(d_share_NME.view(share_NRCE.shape) - pull_NRL1[:, :, rows]).mul_(scale)
+            d_score_NRCE = share_NRCE.mul_(d_share_NME.view(share_NRCE.shape) - pull_NRL1[:, :, rows]).mul_(slope)
             d_score_NME = d_score_NRCE.to(query.dtype).flatten(1, 2)
             d_query_NRLD[:, :, rows] = torch.bmm(d_score_NME, key_NLD[:, keys]).view(*share_NRCE.shape[:3], -1)
             d_key_NLD[:, keys] += torch.bmm(d_score_NME.transpose(1, 2), query_NMD)
@@ -280,11 +265,13 @@ def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     return together, key.reshape(-1, length, width), value.reshape(-1, length, value.shape[3])
 
 
-def _scores(query_NRLD: Tensor, wide_NLD: Tensor, first_BL: Tensor, scale: float, rows: slice, keys: slice) -> Tensor:
+def _tile_scores(
+    query_NRLD: Tensor, wide_NLD: Tensor, first_BL: Tensor, scores: Scores, rows: slice, keys: slice
+) -> Tensor:
     """Return a tile's masked scores in float32, [N, R, C, E]."""
     count, heads, _, _ = query_NRLD.shape
     query_NMD = query_NRLD[:, :, rows].float().flatten(1, 2)
-    score_NME = torch.bmm(query_NMD, wide_NLD[:, keys].transpose(1, 2)).mul_(scale)
+    score_NME = scores.of(torch.bmm(query_NMD, wide_NLD[:, keys].transpose(1, 2)))
     own_E = torch.arange(keys.start, keys.stop)
     unseen_BCE = (own_E < first_BL[:, rows, None]) | (own_E > own_E[rows.start - keys.start :, None])
     mask_BCE = torch.zeros(unseen_BCE.shape).masked_fill_(unseen_BCE, BLOCKED_SCORE)
@@ -324,6 +311,8 @@ def flex_or(otherwise: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(attention_mask, BlockMask) or others.get("dropout"):
             return otherwise(module, query, key, value, attention_mask, **others)
         how: dict[str, Any] = {"scale": others.get("scaling"), "enable_gqa": query.shape[1] != key.shape[1]}
+        if (softcap := others.get("softcap")) is not None:
+            how["score_mod"] = lambda score, *_at: softcap * torch.tanh(score / softcap)
         output: Any = flex_attention(query, key, value, block_mask=attention_mask, **how)
         return output.transpose(1, 2), None
 

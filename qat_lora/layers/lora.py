@@ -49,6 +49,9 @@ class Factors(NamedTuple):
     b_OR: Tensor
 
 
+Starts = dict[str, Factors]  # of adapters, by layer name
+
+
 class LoraLinear(nn.Module):
     """A linear layer with a recovery adapter."""
 

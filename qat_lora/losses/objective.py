@@ -136,9 +136,8 @@ class ObjectiveConfig:
         """Return what a step reads as data: its weights and, where the temperature moves on at every step, `T`."""
         if self.temperature_end is None:
             return self.weights_at(progress)
-        return self.weights_at(progress) | {
-            "T": self.temperature + (self.temperature_end - self.temperature) * progress
-        }
+        temperature = self.temperature + (self.temperature_end - self.temperature) * progress
+        return self.weights_at(progress) | {"T": temperature}
 
 
 def weight_tensors(weights: Mapping[str, float], send: Callable[[Sequence[float]], Tensor]) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ from qat_lora.files.finite import check_finite
 from qat_lora.files.gguf_header import BASE, GGUF, read_header
 from qat_lora.layers import attention
 from qat_lora.layers.attention import AttentionKernel, Keep, MaskForm
-from qat_lora.layers.calibrate.upcast import computing_dtype
+from qat_lora.layers.calibrate.upcast import computing_dtype, upcast_linear
 from qat_lora.layers.convert import quant_layers, tied_embedding
 from qat_lora.layers.experts import Experts, split_experts
 from qat_lora.layers.recurrent import keep_documents_apart, split_documents
@@ -83,12 +83,17 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
         if not (path / "config.json").is_file():
             raise ModelError(f"model: {path} has no config.json, so it is no Hugging Face model folder")
         return path
-    if path.exists() or is_file_name or name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if path.exists() or is_file_name or not is_hub_name(name):
         raise ModelError(f"model: there is no folder {path}; give a Hugging Face folder or a Hub name, OWNER/NAME")
     with errors_explained(ModelError, f"model: {name} is neither a folder here nor to be had from the Hub"):
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether a name may be OWNER/NAME on the Hub."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
@@ -138,7 +143,7 @@ class CausalLM:
 
     def __post_init__(self) -> None:
         """Let attention of long rows keep no mask, also where nobody asks for a form of ours."""
-        if getattr(getattr(self.module, "config", None), "_attn_implementation", None) == "sdpa":
+        if hasattr(getattr(self.module, "config", None), "_attn_implementation"):
             self._attend(LIBRARY, partial(attention.tiled_or, attention=attention.blocked_attention))
 
     @property
@@ -195,8 +200,7 @@ class CausalLM:
     def compile_layers(self, **how: Any) -> None:
         """Compile decoder layers, one program for all, with attention by block masks; `how` is of `torch.compile`.
 
-        Not the whole model: 28 equal layers would take 28 times as long, and the loss has kernels of its own. Layers
-        that carry a state are left alone, since their calls change from batch to batch.
+        The whole model of 28 layers takes 28 times as long. Layers that carry a state change calls from batch to batch.
         """
         if attention.keeps_state(self.config):
             return
@@ -211,9 +215,9 @@ class CausalLM:
         self.module.get_input_embeddings().register_forward_hook(_with_gradient)
 
     def _attend(self, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        if self.config._attn_implementation in ("sdpa", LIBRARY):
-            transformers.AttentionInterface.register(name, around(ALL_ATTENTION_FUNCTIONS["sdpa"]))
-            transformers.AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        if self.config._attn_implementation in (_own_attention(self.config), LIBRARY):
+            transformers.AttentionInterface.register(name, around(_attend_as_transformers))
+            transformers.AttentionMaskInterface.register(name, _own_mask)
             with _quiet():  # of a vision tower that is not there
                 self.module.set_attn_implementation(name)
 
@@ -241,8 +245,8 @@ class CausalLM:
         name = self.config._attn_implementation
         if name == FLEX:
             return "blocks"
-        is_first = name in (TILED, BLOCKED) or name == LIBRARY and length > attention.LONGEST_DENSE
-        return "first" if is_first else "dense"
+        longest = attention.LONGEST_DENSE if _own_attention(self.config) == "sdpa" else 0  # eager keeps scores as well
+        return "first" if name in (TILED, BLOCKED) or name == LIBRARY and length > longest else "dense"
 
     def lm_head(self) -> LMHead:
         """Return the output head with its current weight."""
@@ -255,9 +259,25 @@ class CausalLM:
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Return logits [N, vocab_size], in the model's type, or in float32 where they are scaled or capped."""
         lm_head = self.lm_head()
-        bias = None if lm_head.bias_V is None else lm_head.bias_V[: lm_head.vocab_size].to(hidden_NH.dtype)
-        logits = nn.functional.linear(hidden_NH, lm_head.weight_VH[: lm_head.vocab_size].to(hidden_NH.dtype), bias)
-        return scale_and_cap(logits, lm_head)
+        bias_V = None if lm_head.bias_V is None else lm_head.bias_V[: lm_head.vocab_size]
+        return scale_and_cap(upcast_linear(hidden_NH, lm_head.weight_VH[: lm_head.vocab_size], bias_V), lm_head)
+
+
+def _own_attention(config: Any) -> str:
+    """Return the name of transformers' own attention for a model: its `sdpa` does not cap scores, as Gemma 2 does."""
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+
+
+def _attend_as_transformers(*given: Any, **others: Any) -> Any:
+    if others.get("softcap") is None:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](*given, **others)
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+    return eager_attention_forward(*given, **others)
+
+
+def _own_mask(*given: Any, config: Any, **others: Any) -> Any:
+    return ALL_MASK_ATTENTION_FUNCTIONS[_own_attention(config)](*given, config=config, **others)
 
 
 def _with_gradient(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
@@ -290,8 +310,7 @@ def load_model(
     folder = resolve_model(name, hub.revision)
     with errors_explained(ModelError, f"model: {folder} does not load as a causal language model"), _quiet():
         config, state = _foreign(folder, hub, dequantize)
-        implementation = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
-        how = {"config": config, "attn_implementation": implementation, "device_map": device_map}
+        how = {"config": config, "attn_implementation": _own_attention(config), "device_map": device_map}
         how |= {"trust_remote_code": hub.trust_remote_code, "use_safetensors": True, "state_dict": state}
         how["dtype"] = "auto" if dtype == "stored" and state is None else DTYPES.get(dtype, torch.float32)
         how |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # which names them, below

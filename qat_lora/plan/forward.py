@@ -1,7 +1,7 @@
 """`--dry-run` of commands that train nothing: `eval`, `export`, and `cache build` where the weights are not here.
 
 Shapes tell what they hold: a student computes by dense weights whatever its files hold (`prepare_base`), in the type of
-the run. Only a float32 teacher of `eval` stays in its files on a CPU, but for its embedding and head (`upcast`).
+the run. Only a float32 teacher of `eval` stays in its files on a CPU, but for a piece of its head (`upcast`).
 """
 
 from dataclasses import replace
@@ -17,17 +17,17 @@ from qat_lora.export.card import cache_of_run
 from qat_lora.export.containers import dense_tables
 from qat_lora.export.forms import FORMS, layer_bytes, other_bytes
 from qat_lora.files.gguf_header import BASE
+from qat_lora.layers.calibrate.upcast import PIECE
 from qat_lora.layers.convert import quant_layers, weight_count
 from qat_lora.models.adapter import read_adapter
 from qat_lora.models.hub import local_folder
-from qat_lora.models.load import DTYPES, resolve_model, stored_dtype
+from qat_lora.models.load import DTYPES, stored_dtype
 from qat_lora.models.student import adapter_folder, local_base
 from qat_lora.options import CacheBuildOptions, EstimateOptions, EvalOptions, ExportOptions, RunConfig
 from qat_lora.plan.devices import attention_on, likely
-from qat_lora.plan.memory import GIB, forecast, meta_student, needing
-from qat_lora.plan.quantize import IMPORTS_BYTES
+from qat_lora.plan.memory import GIB, IMPORTS_BYTES, forecast, meta_student, needing
 from qat_lora.plan.step import Shapes
-from qat_lora.plan.training import device_of, is_here, last_lines, parts_text, replicas_of
+from qat_lora.plan.training import config_name, device_of, is_here, last_lines, parts_text, replicas_of
 from qat_lora.registry import DryRun, Requirements
 from qat_lora.runtime.launch.select import runs_on_host
 from qat_lora.runtime.precision import with_dtype
@@ -51,9 +51,8 @@ def plan_cache(options: CacheBuildOptions) -> DryRun:
     disk = rows * fmt.row_bytes(fmt.array_table(held)) + 2 * width * held.vocab_size
     assumed = [] if options.num_rows else [f"--num-rows is not given: {ROWS:,} rows are taken"]
     asked = _asked(options.teacher, rows, options.length, options.teacher_batch_size, options.run)
-    return _plan(
-        "this build", shapes, asked, 1, {"weights": _bytes(shapes, options.run)[0], "logits": logits}, disk, assumed
-    )
+    sizes = {"weights": _bytes(shapes, options.run)[0], "logits": logits}
+    return _plan("this build", shapes, asked, 1, sizes, disk, assumed)
 
 
 def plan_eval(options: EvalOptions) -> DryRun:
@@ -63,9 +62,11 @@ def plan_eval(options: EvalOptions) -> DryRun:
     shapes, texts = _shapes(str(options.teacher), run), len(options.domain) + (options.text.dataset is not None)
     (whole, tables), vocab = _bytes(shapes, run), shapes.vocab_size
     in_files = runs_on_host(run.device, run.tpu) and run.dtype == "float32"
-    sizes = {"weights": (models - 1) * whole + (tables if in_files else whole)}
+    sizes = {"weights": (models - 1) * whole + (min(tables, 4 * PIECE) if in_files else whole)}
     sizes["logits"] = 4 * (models + 4) * vocab * chunk_positions(vocab)
+    students = [word.rpartition("=")[2] for word in options.students]
     assumed = ["students have the teacher's shape"] * (models > 1)
+    assumed += [f"{name} is not here yet" for name in students if not is_here(name)]
     assumed += [] if options.eval_rows else [f"all rows of a text are {ROWS:,}"]
     assumed += ["tasks and continuations are not timed"] * bool(options.health.generate or options.harness.tasks)
     asked = _asked(options.teacher, texts * (options.eval_rows or ROWS), options.row_length, options.batch_size, run)
@@ -97,8 +98,7 @@ def plan_export(options: ExportOptions) -> DryRun:
 
 
 def _shapes(name: str, run: RunConfig) -> Shapes:
-    name = str(resolve_model(name)) if is_here(name) else name
-    config, module = meta_student(name, None, DTYPES[run.dtype])
+    config, module = meta_student(config_name(name), None, DTYPES[run.dtype])
     return Shapes(config.get_text_config(), module, {}, 0, False, 0, passes=1)
 
 

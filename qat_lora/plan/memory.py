@@ -37,6 +37,7 @@ from qat_lora.setup.trainable import recovery_parts
 from qat_lora.train.blockwise import blocks_of
 
 GIB = 2**30
+IMPORTS_BYTES = 500_000_000  # of a process that has imported torch and transformers
 BLOCK_PASSES = 8  # of `reconstruct`: states of both models, target, start, forward and backward, result; then the last
 
 
@@ -145,9 +146,7 @@ def meta_student(name: str, chosen: Preset | None, dtype: torch.dtype) -> tuple[
     if stored is not None and stored.get("quant_method") != models.QUANT_METHOD:
         raise ModelError(f"model: {name} is quantised by {stored.get('quant_method')}; give the original")
     if stored is not None and chosen is not None:
-        raise ModelError(
-            f"model: {name} is quantised already; leave --preset or --from-scratch out, or give the original"
-        )
+        raise ModelError(f"model: {name} is quantised already; give the original, or no --preset and --from-scratch")
     chosen = chosen if stored is None else Preset.from_dict(stored["preset"])
     if chosen is not None:
         make_quant_skeleton(module, chosen)

@@ -12,10 +12,11 @@ from qat_lora.errors import ModelError
 from qat_lora.layers import convert
 from qat_lora.layers.calibrate.fisher import MOST_LOGITS, fisher_bytes, kept_shape
 from qat_lora.layers.calibrate.fit import FOLLOWED, ITERATIONS, OVERSAMPLED, TURN_ROUNDS, TURNS
+from qat_lora.layers.calibrate.upcast import PIECE
 from qat_lora.models.load import cast
 from qat_lora.options import EstimateOptions, QuantizeOptions
 from qat_lora.plan.devices import Device, likely
-from qat_lora.plan.memory import GIB, meta_model
+from qat_lora.plan.memory import GIB, IMPORTS_BYTES, meta_model
 from qat_lora.plan.step import widths
 from qat_lora.plan.training import device_of
 from qat_lora.quant.gptq import BLOCK
@@ -26,12 +27,11 @@ from qat_lora.quant.scales import SWEEPS as LOW_RANK_SWEEPS
 from qat_lora.quant.spec import SUPER, QuantSpec
 from qat_lora.registry import DryRun, Requirements
 from qat_lora.setup.allocation import choices
-from qat_lora.setup.common import CALIBRATION_BATCH_ROWS
+from qat_lora.setup.common import calibration_batch_rows
 
 FLOAT32_RATE = {"tpu": 1 / 6, "cuda": 1 / 15}  # of bfloat16's: six passes of a TPU, none of a card's product units
 COLUMN_S = {"cuda": 10 * 5e-6, "cpu": 12e-6}  # seconds to start what a column takes; a TPU's are one program
 COLUMN_PASSES = {"tpu": 11, "xla": 11}  # times a column's round moves its block, as in a v6e's program; else twice
-IMPORTS_BYTES = 500_000_000  # of a process that has imported torch and transformers
 CLIP_OPERATIONS = 8  # to round a weight at one clip, and to weigh the error
 
 
@@ -70,10 +70,11 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     tokens = options.calibration_rows * length * has_text
     size, scratch = config.get_text_config(), fisher_bytes(module, options.init, options.metric) if has_text else 0
     rows_bytes = 4 * tokens * size.hidden_size
-    # The Fisher information takes the head in float32, logits of a piece four times, and what every block gets.
-    batch = min(CALIBRATION_BATCH_ROWS, options.calibration_rows) * length * (scratch > 0)
-    states = batch * (size.num_hidden_layers + 2) + (batch > 0 and stored.itemsize < 4) * size.vocab_size
-    fisher = 4 * size.hidden_size * states + 16 * min(MOST_LOGITS, batch * size.vocab_size)
+    # The Fisher information takes a piece of the head in float32, its logits four times, and what every block gets.
+    batch = min(calibration_batch_rows(length), options.calibration_rows) * length * (scratch > 0)
+    states = batch * (size.num_hidden_layers + 2) * size.hidden_size
+    piece = (batch > 0 and stored.itemsize < 4) * min(PIECE, size.vocab_size * size.hidden_size)
+    fisher = 4 * (states + piece) + 16 * min(MOST_LOGITS, batch * size.vocab_size)
     of_block = Counter[str | None]()
     for name, layer in convert.quant_layers(module).items():
         of_block[convert.block_of(name)] += 4 * layer.in_features * layer.out_features

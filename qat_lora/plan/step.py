@@ -8,12 +8,11 @@ trace of a step shows. Tracing would be exact but needs model and device, as wha
 * `plain` (where no kernel fits: Apple's GPU) keeps the probabilities of a softmax in float32.
 * `xla` is one loop over stacked layers, forward and backward. What a layer keeps is chosen there, not by autograd.
 
-*Time* is a roofline. Operations alone, as an assumed share of the peak, would call a step of small matrices, or a card
-with slow memory, several times too fast. So a step is cut into parts that run one after another, each of which takes
-the longer of its operations and its bytes, at the share of the device's rate that is reached. Meanwhile the host
-launches kernels (CUDA) or traces the graph (XLA): the step takes the longer of device and host. It is bound by what
-would take longest if nothing else took time. Bytes are those of fused code: a kernel reads what it needs and writes its
-result once. Backward, a tensor's gradient moves as the tensor did, and elementwise work is done again
+*Time* is a roofline. Operations alone would call a step of small matrices, or a card with slow memory, several times
+too fast. So a step is cut into parts that run one after another, each of which takes the longer of its operations and
+its bytes, at the share of the device's rate that is reached. Meanwhile the host launches kernels (CUDA) or traces the
+graph (XLA): the step takes the longer of device and host. Bytes are those of fused code: a kernel reads what it needs
+and writes its result once. Backward, a tensor's gradient moves as the tensor did, and elementwise work is done again
 (`runtime/xla/loop.py`, compiled layers on CUDA). Not in it: exchanges between chips, the optimizer (some thousandths),
 compiling, reading data.
 
@@ -191,8 +190,7 @@ def operations(shapes: Shapes, options: EstimateOptions) -> int:
 def step_parts(shapes: Shapes, options: EstimateOptions) -> dict[str, Part]:
     """Return what a micro-batch computes and moves: 4 N operations a token for what is frozen, 6 N for what trains.
 
-    The third product is the gradient of a weight or its scales; checkpointing repeats the layers' forward products.
-    Where nothing trains there is no backward pass, and 2 N operations.
+    Checkpointing repeats the layers' forward products. Where nothing trains there is no backward pass: 2 N operations.
     """
     layers, tokens = shapes.config.num_hidden_layers, options.batch_size * options.length
     width, size, back = DTYPES[options.run.dtype].itemsize, widths(shapes.config), int(shapes.passes > 1)

@@ -22,7 +22,7 @@ from qat_lora.models import load as models
 from qat_lora.models.load import DTYPES, CausalLM, resolve_model
 from qat_lora.options import CacheBuildOptions, EstimateOptions, QatOptions, RecoverOptions, RunConfig
 from qat_lora.plan.devices import attention_on, likely
-from qat_lora.plan.memory import GIB, forecast, formed_bytes, meta_model, meta_student, needing, skeleton
+from qat_lora.plan.memory import GIB, IMPORTS_BYTES, forecast, formed_bytes, meta_model, meta_student, needing, skeleton
 from qat_lora.plan.step import Shapes
 from qat_lora.registry import DryRun, Requirements
 from qat_lora.runtime.base import default_loss_chunk_mb
@@ -43,11 +43,7 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     options = with_dtype(options, device_of(options.run))[0]
     replicas = replicas_of(options.run, assumed)
     accumulation = options.loop.accumulation(replicas)
-    student = str(options.model)  # the name under which the Hub has its config, or a folder
-    if options.checkpoint is not None:
-        student = str(_folder(options.checkpoint))
-    elif is_here(student):
-        student = str(resolve_model(student))
+    student = config_name(str(options.model)) if options.checkpoint is None else str(_folder(options.checkpoint))
     dataset = _cache(options)
     rows = len(dataset) if dataset else options.num_rows
     options = replace(options, loop=options.loop.for_rows(rows, replicas))
@@ -70,8 +66,8 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     states = 0
     if options.blockwise:
         layers, kept = shapes.config.num_hidden_layers, report["bytes"]["activations"]
-        one = {"activations": kept // layers, "full-precision layer": 4 * sum(shapes.quantised) // layers}
-        report["bytes"] |= one
+        report["bytes"] |= {"activations": kept // layers, "full-precision layer": 4 * sum(shapes.quantised) // layers}
+        report["bytes"]["imports"] = IMPORTS_BYTES * runs_on_host(options.run.device, options.run.tpu)
         report["total_bytes"] = total = sum(report["bytes"].values())
         for there in report["devices"].values():
             there |= needing(total, there["memory_bytes"])
@@ -237,6 +233,11 @@ def is_here(name: str) -> bool:
     """Return whether a name is that of a file or folder here, or stands for one, as `resolve_model` reads it."""
     path = Path(name).expanduser()
     return path.exists() or path.suffix in models.FILE_SUFFIXES  # of a file that stands for its folder
+
+
+def config_name(name: str) -> str:
+    """Return a model's folder here, or the name under which the Hub has its config; ModelError: neither."""
+    return str(resolve_model(name)) if is_here(name) or not models.is_hub_name(name) else name
 
 
 def _models(options: QatOptions) -> tuple[Any, CausalLM, CausalLM | None]:

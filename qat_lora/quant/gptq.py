@@ -218,10 +218,9 @@ def slope_of(weight_RI: Tensor, dense_RI: Tensor, damped_LII: Tensor) -> Tensor:
 
 
 def descend(slope_RI: Tensor, damped_LII: Tensor, grid: Grid, codes_RI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes after a sweep of coordinate descent, and the slope there.
+    """Return codes after a sweep of coordinate descent, and the slope there; no column raises the output error.
 
-    The output error falls or stays with every column. `slope_RI` is `slope_of` the weights and these codes; all tensors
-    but the codes are of one type.
+    `slope_RI` is `slope_of` the weights and these codes; all tensors but the codes are of one type.
     """
     layers, columns = damped_LII.shape[:2]
 
@@ -280,10 +279,7 @@ def _turned_columns(grid: Grid, *given_C: Tensor) -> tuple[Tensor, Tensor]:
 def refit_scales(
     slope_RI: Tensor, damped_LII: Tensor, grid: Grid, codes_RI: Tensor, scale: Tensor, spec: QuantSpec
 ) -> Tensor:
-    """Return the scales [rows, G] with the least output error for given codes; rows that gain nothing keep theirs.
-
-    The first four are as for `descend`; `scale` are the stored scales now, float16 numbers.
-    """
+    """Return scales [rows, G] of least output error for `descend`'s codes; rows that gain nothing keep theirs."""
     columns = slope_RI.shape[1]
     size = spec.group_size or columns
     groups = -(-columns // size)

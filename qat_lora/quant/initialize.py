@@ -257,8 +257,7 @@ def refine_rows(
 ) -> QuantizedWeight:
     """Return a start after rounds of two-sided descent; tr(G E H Eᵀ) never rises in any layer.
 
-    Layers' rows lie one under the other; `curvature` is H, `outputs_LOO` G, float32, positive definite. A scale that a
-    whole tensor shares belongs to no row: such weights stay as they are.
+    Layers' rows lie one under the other; `curvature` is H, `outputs_LOO` G, float32. Scales of whole tensors stay.
     """
     if spec.sharing == "tensor":
         return start
@@ -275,10 +274,7 @@ def refine_rows(
 def _moved(
     now: QuantizedWeight, slope_LOI: Tensor, group: Tensor, spec: QuantSpec, moment_LII: Tensor, outputs_LOO: Tensor
 ) -> tuple[QuantizedWeight, Tensor]:
-    """Return weights and their slopes E H after a step of one group of rows; where a layer's cost would rise, as given.
-
-    Products are what a step costs. G E H gives its rows' slopes, and what the slopes change by is the step times H.
-    """
+    """Return weights and slopes E H after a step of a group of rows, by G E H; where a cost would rise, as given."""
     layers, coupling_LGO = len(slope_LOI), outputs_LOO.index_select(1, group)
     own_LGG, pull_LGI = coupling_LGO.index_select(2, group), coupling_LGO @ slope_LOI
     fixed = int(spec.sharing == "lowrank")  # whose second factor has no rows of these

@@ -54,8 +54,7 @@ class Choices(NamedTuple):
 def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:
     """Return what the layers of a full-precision model may be; `itemsize`: bytes of a number in its files.
 
-    ModelError: as `check_reach`. ConfigError: a setting that a target does not leave open, rows that no block divides,
-    a target that cannot be met.
+    ModelError: as `check_reach`. ConfigError: a setting that the target decides, a target that cannot be met.
     """
     target, engine = options.target, options.target.engine
     usual = {"override": (), "quantize_head": None, "metric": "fisher"}
@@ -100,9 +99,8 @@ def measured_costs(
 ) -> np.ndarray:
     """Return what every point costs, in nats."""
     most = {name: rank for name, _, rank in found.points}  # the last is the highest
-    moments = second_moments(
-        model.module, most, batches, lambda x: model.hidden(x["input_ids"], x["document_ids"]), sensitivity
-    )
+    ids = "input_ids", "document_ids"
+    moments = second_moments(model.module, most, batches, lambda x: model.hidden(*map(x.get, ids)), sensitivity)
     few, costs = batches[: -(-HEAD_ROWS // len(batches[0]["input_ids"]))], list[Tensor]()
     for name in tqdm(most, desc="formats and ranks", unit="layer", disable=options.run.quiet):
         kept = work.take(f"allocation-{name}")

@@ -104,8 +104,12 @@ def text_inputs(text: TextConfig) -> list[str | None]:
     return [text.dataset, text.files_from]
 
 
-CALIBRATION_BATCH_ROWS = 8
 READ_A_ROW = 64  # rows of a text that are read for each one drawn for calibration
+
+
+def calibration_batch_rows(length: int) -> int:
+    """Return the rows of a calibration batch, fewer long ones: of each the Fisher pass keeps what every block gets."""
+    return max(1, min(8, 2048 // length))
 
 
 def calibration_rows(batches: Iterator[Batch], rows: int) -> Iterator[Batch]:
@@ -119,8 +123,8 @@ def calibration_rows(batches: Iterator[Batch], rows: int) -> Iterator[Batch]:
 
 def cached_calibration_rows(dataset: KDCacheDataset, rows: int, seed: int) -> Iterator[Batch]:
     """Return some rows of a cache for calibration; all where it has fewer."""
-    steps = -(-min(rows, len(dataset)) // CALIBRATION_BATCH_ROWS)
-    return calibration_rows(dataset.batches(0, steps, CALIBRATION_BATCH_ROWS, seed=seed), rows)
+    batch_rows = calibration_batch_rows(dataset.manifest.fingerprint.length)
+    return calibration_rows(dataset.batches(0, -(-min(rows, len(dataset)) // batch_rows), batch_rows, seed=seed), rows)
 
 
 def calibration(options: QuantizeOptions, model: CausalLM) -> tuple[Iterator[Batch], str]:
@@ -140,7 +144,7 @@ def calibration(options: QuantizeOptions, model: CausalLM) -> tuple[Iterator[Bat
         yield from kept
 
     source = f"{READ_A_ROW * rows} rows read of {describe_source(options.text)}"
-    return calibration_rows(batches_of(drawn(), length, CALIBRATION_BATCH_ROWS), rows), source
+    return calibration_rows(batches_of(drawn(), length, calibration_batch_rows(length)), rows), source
 
 
 def batches_of(taken: Iterator[PackedRow], length: int, batch_rows: int) -> Iterator[Batch]:

@@ -74,9 +74,8 @@ def train(
     out, start = settings.out, progress.step
     wanted = loop.log_to if runtime.is_main else ()
     trackers = [TRACKERS[name](out, start, settings.fingerprint) for name in wanted]
-    log = MetricsLog(
-        out / METRICS, loop.max_steps, start, hidden, runtime.device, trackers, loop.step_rows(runtime.replicas)
-    )
+    rows_of_step = loop.step_rows(runtime.replicas)
+    log = MetricsLog(out / METRICS, loop.max_steps, start, hidden, runtime.device, trackers, rows_of_step)
     watch = CompileWatch(runtime, loop.max_recompiles, log.say)
     with stop_signals() as stopped, closing(log), closing(watch):
         run = Run(state, optimizer, runtime, hooks, settings, loop, progress, start, log, stopped)
@@ -148,10 +147,7 @@ def _steps(
     zeros: Sums,
     span: tuple[int, int],
 ) -> Generator[Sums, None, None]:
-    """Dispatch a step at a time, note its values in the log and yield them; end the run if its rows cannot be read.
-
-    Rows are those of a `span` of steps (first, 0-based; count). Closing ends the threads that read ahead for it.
-    """
+    """Dispatch a `span` of steps (first, count), note and yield their values; end the run where rows cannot be read."""
     model, (objective, teacher_lm_head, _, anchor), runtime, loop = run.state.model, prepared, run.runtime, run.loop
     accumulation, dtype = loop.accumulation(runtime.replicas), torch.bfloat16 if loop.autocast else torch.float32
     per_process = loop.batch_size * (runtime.replicas // runtime.processes)

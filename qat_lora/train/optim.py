@@ -170,10 +170,7 @@ def optimized(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 @contextmanager
 def gradients_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let a backward pass leave gradients of its own, and add these to the flat ones together.
-
-    Autograd would launch a kernel for each of 392 tensors; only large ones it adds in place, which saves a copy.
-    """
+    """Let a backward pass leave gradients apart, added to the flat ones together, not by a kernel for each."""
     flats = optimizer.flats if isinstance(optimizer, AdamW) else ()
     small = [(p, p.grad) for flat in flats for p in flat.parts if p.numel() < SMALL]
     for parameter, _ in small:

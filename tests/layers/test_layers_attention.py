@@ -9,24 +9,28 @@ from qat_lora.layers import attention
 from qat_lora.layers.attention import blocked_attention, tiled_attention
 from qat_lora.models.load import TILED, make_qwen3
 from qat_lora.runtime.native import NativeRuntime
+from qat_lora.types import Scores
 
 blocked = partial(blocked_attention, keep=NativeRuntime("cpu").kept)
 
 
-def exact(query, key, value, mask, scale):
+def exact(query, key, value, mask, scale, softcap):
     """Every score at once, in float64, by the definition."""
     query, key, value = (x.detach().double().requires_grad_() for x in (query, key, value))
     repeat = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(repeat, 1).transpose(2, 3) * scale + mask
-    return scores.softmax(-1) @ value.repeat_interleave(repeat, 1), (query, key, value)
+    scores = query @ key.repeat_interleave(repeat, 1).transpose(2, 3) * scale
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    return (scores + mask).softmax(-1) @ value.repeat_interleave(repeat, 1), (query, key, value)
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)])
 @pytest.mark.parametrize(("length", "heads", "groups"), [(7, 2, 2), (64, 3, 1), (150, 4, 2)])
 @pytest.mark.parametrize("attend", [tiled_attention, blocked])
-@pytest.mark.parametrize("window", [None, 2, 37, 100])
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(None, None), (2, None), (37, None), (100, None), (None, 1.5), (37, 0.7)]
+)
 def test_output_and_gradients_are_those_of_the_definition(
-    attend, dtype, close, length, heads, groups, window, monkeypatch
+    attend, dtype, close, length, heads, groups, window, softcap, monkeypatch
 ):
     monkeypatch.setattr(attention, "BLOCK", 48)
     torch.manual_seed(length)
@@ -38,8 +42,8 @@ def test_output_and_gradients_are_those_of_the_definition(
     seen = (documents[:, :, None] == documents[:, None]) & (behind >= 0) & (behind < (window or length))
     mask = torch.where(seen, 0.0, -torch.inf)[:, None].double()
     first = torch.arange(1, length + 1) - seen.sum(-1)
-    output = attend(query, key, value, first, scale, window)
-    wanted, sources = exact(query, key, value, mask, scale)
+    output = attend(query, key, value, first, Scores(scale, window, softcap))
+    wanted, sources = exact(query, key, value, mask, scale, softcap)
     pull = torch.randn(rows, heads, length, value_width).to(dtype)
     output.backward(pull)
     wanted.backward(pull.double())

@@ -49,17 +49,20 @@ def test_a_block_mask_is_the_mask_that_it_stands_for(window, seed):
     assert torch.equal(mask.full_kv_num_blocks[:, 0], tiles.all(4).all(2).sum(-1).int())
 
 
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
-def test_attention_equals_the_one_with_the_mask_in_memory(key_heads):
+@pytest.mark.parametrize(("key_heads", "softcap"), [(1, None), (2, 0.8), (4, None)])
+def test_attention_equals_the_one_with_the_mask_in_memory(key_heads, softcap):
     torch.manual_seed(0)
     ids = documents(5)
     query = torch.randn(2, 4, LENGTH, 8, requires_grad=True)
     key, value = (torch.randn(2, key_heads, LENGTH, 8, requires_grad=True) for _ in range(2))
     attend = flex_or(lambda *_, **__: pytest.fail("the block mask was not used"))
-    ours, _ = attend(None, query, key, value, document_block_mask(first(ids)), scaling=0.3, dropout=0.0)
+    ours, _ = attend(
+        None, query, key, value, document_block_mask(first(ids)), scaling=0.3, dropout=0.0, softcap=softcap
+    )
     wide = [x.double().repeat_interleave(4 // x.shape[1], 1) for x in (query, key, value)]
-    scores = (wide[0] @ wide[1].mT * 0.3).masked_fill(~allowed(ids)[:, None], -torch.inf)
-    oracle = (scores.softmax(-1) @ wide[2]).transpose(1, 2)
+    scores = wide[0] @ wide[1].mT * 0.3
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    oracle = (scores.masked_fill(~allowed(ids)[:, None], -torch.inf).softmax(-1) @ wide[2]).transpose(1, 2)
     torch.testing.assert_close(ours.double(), oracle, rtol=1e-5, atol=1e-5)
     pull = torch.randn(oracle.shape, dtype=torch.float64)
     ours_grads = torch.autograd.grad(ours, (query, key, value), pull.float())

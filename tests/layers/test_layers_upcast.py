@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from toy_pipeline import call, part, quantize_options
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from qat_lora.data.sources import TextConfig
-from qat_lora.layers.calibrate.upcast import UpcastEmbedding, UpcastLinear, upcast
+from qat_lora.layers.calibrate import upcast as module
+from qat_lora.layers.calibrate.upcast import UpcastEmbedding, UpcastLinear, upcast, upcast_linear
 from qat_lora.models.copies import copy_tokenizer
 from qat_lora.models.load import load_model
 from qat_lora.options import EvalOptions
@@ -69,6 +71,40 @@ def test_scores_are_those_of_a_teacher_in_float32(half, tiny, tmp_path):
         found.append(call("evaluate", replace(options, length=32, eval_rows=4, run=out)))
     ours, theirs = found
     assert ours["q"] == theirs["q"] and ours["teacher"]["nll"] == theirs["teacher"]["nll"]
+
+
+class Widest(TorchDispatchMode):
+    """Notes how many numbers were upcast at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.bfloat16:
+            self.numbers = max(self.numbers, output.numel())
+        return output
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_large_head_is_upcast_in_pieces(with_bias, monkeypatch):
+    """Logits and the states' gradient are those of float64; a weight that trains keeps its own gradient."""
+    monkeypatch.setattr(module, "PIECE", 5 * 8)
+    torch.manual_seed(0)
+    weight, x = torch.randn(23, 8).to(torch.bfloat16), torch.randn(3, 4, 8, requires_grad=True)
+    bias = torch.randn(23).to(torch.bfloat16) if with_bias else None
+    pull = torch.randn(3, 4, 23)
+    with Widest() as widest:
+        output = upcast_linear(x, weight, bias)
+        (gradient,) = torch.autograd.grad(output, x, pull)
+    assert widest.numbers == 5 * 8
+    wanted = x.detach().double() @ weight.double().T + (0 if bias is None else bias.double())
+    torch.testing.assert_close(output.double(), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), pull.double() @ weight.double(), rtol=1e-5, atol=1e-5)
+    weight.requires_grad_()
+    upcast_linear(x, weight, bias).sum().backward()
+    assert weight.grad is not None
 
 
 def test_no_wide_weight_outlives_its_product():

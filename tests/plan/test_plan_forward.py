@@ -15,8 +15,7 @@ from qat_lora.layers.convert import weight_count
 from qat_lora.models.load import load_model
 from qat_lora.plan.advice import memory_warning
 from qat_lora.plan.forward import ROWS, plan_cache, plan_eval, plan_export
-from qat_lora.plan.memory import needing
-from qat_lora.plan.quantize import IMPORTS_BYTES
+from qat_lora.plan.memory import IMPORTS_BYTES, needing
 from qat_lora.plan.training import plan_recover
 from qat_lora.registry import COMMANDS
 from qat_lora.runtime.launch.select import ChipsConfig
@@ -102,7 +101,7 @@ def test_what_cannot_be_planned_is_refused_and_what_is_assumed_is_said(bare, tin
         (plan_eval, replace(eval_options(tiny, {}, tmp_path / "e"), teacher=str(tmp_path / "none"))),
         (plan_export, export_options(tmp_path / "none", tmp_path / "o")),
     ):
-        with pytest.raises(ModelError, match="config.json"):
+        with pytest.raises(ModelError, match="there is no folder|config.json"):
             plan(given)
     cli.main(["doctor", "cache", "build", "--teacher", str(bare), "--dataset", "t", "--device", "cpu"])
     assert "this build" in capfd.readouterr().out
@@ -114,6 +113,7 @@ def test_a_blockwise_plan_fits_by_its_own_memory(made, tiny, tmp_path):
     plan = plan_recover(replace(options, blockwise=True, model=str(tiny.teacher))).report
     assert plan["total_bytes"] == sum(plan["bytes"].values()) != whole["total_bytes"]
     assert [there["total_bytes"] for there in plan["devices"].values()] == [plan["total_bytes"]]
+    assert plan["bytes"]["imports"] == IMPORTS_BYTES
     assert needing(89, 100)["fits"] and not needing(90, 100)["fits"]
     assert plan["devices"]["this CPU"]["hours"] > 1.5 * whole["devices"]["this CPU"]["hours"]
     on_tpu = replace(options, blockwise=True, model=str(tiny.teacher), run=replace(options.run, device="tpu"))
@@ -136,7 +136,13 @@ def test_what_is_here_is_measured_and_names_are_read_as_elsewhere(bare, made, ti
         assert options.dry_run_measures == (Path(name).exists())
     assert not cache_options(tiny, tmp_path / "c", teacher="./bare").dry_run_measures
     assert not cache_options(tiny, tmp_path / "c", teacher="bare/").dry_run_measures
-    assert plan_eval(replace(eval_options(tiny, {}, tmp_path / "e"), teacher=str(qat))).report["passes"] == 1
+    scored = eval_options(tiny, {}, tmp_path / "e")
+    assert plan_eval(replace(scored, teacher=str(qat))).report["passes"] == 1
+    for name in ("./no", "no", "no/such/folder"):
+        with pytest.raises(ModelError, match=f"model: there is no folder {Path(name)}; give"):
+            plan_eval(replace(scored, teacher=name))
+    later = plan_eval(replace(scored, students=("runs/later", str(made / "student")))).report["assumed"]
+    assert [said for said in later if "not here" in said] == ["runs/later is not here yet"]
     gguf = call("export", export_options(made / "run", tmp_path / "gguf", form="gguf"))
     assert plan_export(export_options(gguf, tmp_path / "o", form="pt")).report["disk_bytes"] > 0
 

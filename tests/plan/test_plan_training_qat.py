@@ -150,7 +150,7 @@ def test_what_the_run_would_refuse_is_refused(made, tiny, tmp_path):
     go_on = {"from_scratch": False, "model": None, "preset": None, "init": "descent"}
     for changed, error, message in (
         ({"train_parts": ("lut",)}, ConfigError, "train_parts: lut"),
-        ({"model": str(made / "student")}, ModelError, "quantised already; leave .* --from-scratch out"),
+        ({"model": str(made / "student")}, ModelError, "quantised already; give the original, or no .* --from-scratch"),
         ({**go_on, "checkpoint": str(tmp_path / "none")}, ModelError, "checkpoint: there is no folder"),
         ({**go_on, "checkpoint": str(tiny.teacher)}, ConfigError, "has no quantised layers"),
         ({"kd_cache_dir": str(tmp_path)}, CacheError, "manifest"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from qat_lora.runtime.xla.splash import SplashAttention
+from qat_lora.types import Scores
 
 pytestmark = pytest.mark.xla
 
@@ -27,8 +28,10 @@ def test_the_kernel_is_attention_within_documents_and_windows():
 def test_the_kernel_takes_whole_tiles_of_bfloat16_and_whole_rows():
     kernel = SplashAttention(lambda computation, given: [], 2)
     query, key = torch.empty(4, 8, 256, 64, dtype=torch.bfloat16), torch.empty(4, 2, 256, 64, dtype=torch.bfloat16)
-    assert kernel.fits(query, key)
-    assert not kernel.fits(query.float(), key.float())  # float32 scores need products that the kernel does not make
-    assert not kernel.fits(query[:, :, :200], key[:, :, :200])
-    assert not kernel.fits(query[:3], key[:3])
-    assert not kernel.fits(query[..., :40], key[..., :40])
+    plain = Scores(0.125)
+    assert kernel(query, key, plain)
+    assert not kernel(query, key, plain._replace(softcap=50.0))
+    assert not kernel(query.float(), key.float(), plain)  # float32 scores need products that the kernel does not make
+    assert not kernel(query[:, :, :200], key[:, :, :200], plain)
+    assert not kernel(query[:3], key[:3], plain)
+    assert not kernel(query[..., :40], key[..., :40], plain)

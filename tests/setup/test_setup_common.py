@@ -11,7 +11,14 @@ from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.data.packing import make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, open_documents
 from qat_lora.models.load import load_model, load_tokenizer
-from qat_lora.setup.common import cached_calibration_rows, calibration, calibration_rows, run_name
+from qat_lora.setup import common
+from qat_lora.setup.common import (
+    cached_calibration_rows,
+    calibration,
+    calibration_batch_rows,
+    calibration_rows,
+    run_name,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,12 +44,19 @@ def test_padding_is_no_calibration_text():
     assert [len(batch["input_ids"]) for batch in calibration_rows(iter(batches), 1)] == [1]
 
 
-def test_a_cache_gives_as_many_rows_as_asked_for_or_all(tiny, tmp_path):
+def test_a_cache_gives_as_many_rows_as_asked_for_or_all(tiny, tmp_path, monkeypatch):
     cache = call("build_cache", cache_options(tiny, tmp_path / "cache", num_rows=11, eval_rows=0))
     dataset = KDCacheDataset(cache)
     for asked, given in ((3, 3), (10, 10), (100, 11)):
         rows = [row for batch in cached_calibration_rows(dataset, asked, seed=0) for row in batch["input_ids"]]
         assert len(rows) == given and len({row.tobytes() for row in rows}) == given
+    assert [calibration_batch_rows(length) for length in (32, 256, 512, 1024, 2048, 32768)] == [8, 8, 4, 2, 1, 1]
+    with monkeypatch.context() as patched:  # rows are the same ones in smaller batches
+        patched.setattr(common, "calibration_batch_rows", lambda length: 2)
+        few = [*cached_calibration_rows(dataset, 5, seed=0)]
+    assert [len(batch["input_ids"]) for batch in few] == [2, 2, 1]
+    eight = next(iter(cached_calibration_rows(dataset, 5, seed=0)))["input_ids"]
+    assert np.array_equal(np.concatenate([batch["input_ids"] for batch in few]), eight)
     moved = cache.rename(tmp_path / "moved")
     _, text = calibration(quantize_options(tiny, tmp_path / "student", moved), load_model(str(tiny.teacher)))
     assert text == dataset.manifest.fingerprint.sha256

@@ -279,8 +279,7 @@ def forecast(
 ) -> Forecast:
     """Time a few batches and say what building the rows will take; TextError if there is not a single row.
 
-    `rows` are the training rows from their beginning: without `max_rows` all of them are packed, to be counted. The
-    cache's folder or URL `out` need not exist and is not made.
+    Without `max_rows` all `rows`, from their beginning, are packed, to be counted; `out` need not exist, nor is made.
     """
     batch_rows, max_rows, eval_rows = settings.batch_rows, size.max_rows, size.eval_rows
     rest = iter(rows)

@@ -38,10 +38,8 @@ def optional_arrays(
 
 def _parse_optional(names: tuple[str, ...]) -> dict[str, tuple[int, str | None]]:
     """Return size and hash by name; names that are unknown, repeated or out of order are refused."""
-    matches = [match for match in map(_OPTIONAL.fullmatch, names) if match]
-    found: dict[str, tuple[int, str | None]] = {
-        m[1] or m[3] or m[5]: (int(m[2] or m[4] or m[6]), m[7]) for m in matches
-    }
+    known = [match for match in map(_OPTIONAL.fullmatch, names) if match]
+    found: dict[str, tuple[int, str | None]] = {m[1] or m[3] or m[5]: (int(m[2] or m[4] or m[6]), m[7]) for m in known}
     if len(found) != len(names) or [*found] != [name for name in _OPTIONAL_ORDER if name in found]:
         last = "hidden:1024:<sha256 of the LM head>; a newer qat-lora may know more"
         allowed = f"tail_draws:8, draws:32, weights:1, lzma:1, {last}"

@@ -199,8 +199,7 @@ class RemoteFolder:
     def write_new(self, name: str, chunks: Iterable[bytes | memoryview], kind: str) -> tuple[int, str]:
         """See `LocalFolder`; the whole file is in memory for the length of the put.
 
-        An object that is there with these very bytes counts as put: the answer to an earlier attempt was lost, or a
-        build was killed before it put the sidecar of the shard.
+        An object with these very bytes counts as put: an answer was lost, or a build killed before the shard's sidecar.
         """
         self.require_create()
         data = b"".join(chunks)

@@ -67,9 +67,8 @@ def pack_cache(path: Place, out: str | Path, progress: Progress = lambda *_: Non
 
 
 def unpack_cache(path: str | Path, out: str | Path, progress: Progress = lambda *_: None) -> dict[str, Any]:
-    """Write the cache that was packed in a file or URL; the folder, new or empty, appears when it is whole.
+    """Write the cache packed in a file or URL into a folder, new or empty, that appears whole; return as `pack_cache`.
 
-    Returned is what `pack_cache` returns.
     CacheError, CacheDamaged: no packed cache, or not intact; OutputExistsError; MissingExtraError: no zstandard.
     """
     zstd, out = require("zstandard", "transport"), _local(out)

@@ -130,10 +130,7 @@ class Metric(NamedTuple):
 
 
 def _leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest singular values with their vectors, as columns.
-
-    A matrix much larger than the rank takes subspace iteration from a fixed start, which errs a little on close values.
-    """
+    """Return the largest singular values and their vectors as columns, of a large matrix by subspace iteration."""
     width = rank + OVERSAMPLED
     if 4 * width >= min(matrix.shape):
         u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)

@@ -176,8 +176,7 @@ class LayerFitter:
     def stand_in(self, name: str, moments_II: Mapping[str, Tensor]) -> Tensor:
         """Return a second moment for an expert that hardly a token reaches, and remember its name.
 
-        What enters a mixture is of one space, so for `gate_proj` and `up_proj` it is the mean of the experts that
-        tokens do reach. The inputs of `down_proj` are each expert's own: there all count alike.
+        For `gate_proj` and `up_proj` the mean of those that tokens reach; inputs of `down_proj` are each one's own.
         """
         self.unreached.add(name)
         weight, own = self.linear(name).weight, siblings_of(name)

@@ -28,7 +28,7 @@ from qat_lora.layers.calibrate.fisher import computing_by
 from qat_lora.layers.calibrate.quantize import FEWEST_TOKENS, Finished, LayerFitter
 from qat_lora.layers.convert import block_of
 from qat_lora.layers.experts import Experts, siblings_of, tokens_of
-from qat_lora.layers.lora import Factors
+from qat_lora.layers.lora import Starts
 from qat_lora.layers.quant_linear import embedding_of
 from qat_lora.quant.gptq import cholesky, damped, invert
 
@@ -37,9 +37,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @torch.no_grad()
-def quantize_sequential(
-    fitter: LayerFitter, batches: Sequence[Any], forward: Callable[[Any], Tensor]
-) -> dict[str, Factors]:
+def quantize_sequential(fitter: LayerFitter, batches: Sequence[Any], forward: Callable[[Any], Tensor]) -> Starts:
     """Quantise every target layer, in place; return the adapter starts by layer name.
 
     The errors that later layers see are those with the adapter start of rank `joint_rank` in place. Batches are read
@@ -48,7 +46,7 @@ def quantize_sequential(
     """
     blocks, outside = _by_block(fitter.targets)
     stack = [fitter.model.get_submodule(name) for name in blocks]
-    adapter_init: dict[str, Factors] = {}
+    adapter_init: Starts = {}
     tied = [name for name in outside if embedding_of(fitter.model, fitter.linear(name))] if blocks else []
     if blocks:
         exact, calls = capture_calls(stack, batches, forward)
@@ -196,9 +194,7 @@ class _Stop(Exception):
     """Ends a forward whose rest is not needed."""
 
 
-def _inputs_of(
-    paths: list[str], block: nn.Module, states: Tensor, call: Call, routes: list[Tensor]
-) -> dict[str, Tensor]:
+def _inputs_of(paths: list[str], block: nn.Module, x: Tensor, call: Call, routes: list[Tensor]) -> dict[str, Tensor]:
     """Return a stage's inputs for one batch, [tokens, I], by layer; a mixture follows `routes`, or notes its own."""
     seen: dict[str, Tensor] = {}
 
@@ -218,7 +214,7 @@ def _inputs_of(
             hooks.enter_context(block.get_submodule(path).register_forward_pre_hook(functools.partial(keep, path)))
         for module in (module for module in block.modules() if isinstance(module, Experts)):
             hooks.enter_context(module.register_forward_pre_hook(route))
-        run_block(block, states, call)
+        run_block(block, x, call)
     return seen
 
 

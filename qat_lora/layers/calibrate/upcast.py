@@ -2,13 +2,17 @@
 
 A bfloat16 checkpoint loaded in float32 takes twice its size in memory. Loaded as it is, its tensors are views of the
 file, which the system may drop again; every layer upcasts its own weight for its product, and again in the backward
-pass, so one float32 weight is in memory at a time. Results equal those of the whole model in float32, bit for bit.
+pass, so one float32 weight is in memory at a time, and of an LM head a piece. Results equal those of the whole model in
+float32, bit for bit, but for gradients through a head of several pieces, which are added in another order.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+PIECE = 2**24  # weights upcast at a time: 64 MB in float32, more than a layer's as a rule
 
 
 class _UpcastProduct(torch.autograd.Function):
@@ -17,12 +21,34 @@ class _UpcastProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.weight = weight
-        return nn.functional.linear(x, weight.to(x.dtype))
+        output = x.new_empty(*x.shape[:-1], len(weight))
+        for part, found in zip(*_pieces(weight, output), strict=True):
+            found.copy_(nn.functional.linear(x, part.to(x.dtype)))
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        return gradient @ ctx.weight.to(gradient.dtype), None
+        parts = zip(*_pieces(ctx.weight, gradients[0]), strict=True)
+        products = (found @ part.to(found.dtype) for part, found in parts)
+        total = next(products)
+        for product in products:
+            total += product
+        return total, None
+
+
+def upcast_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Return x Wᵀ + b in x's type; a frozen weight of a narrower type is never whole in x's."""
+    bias = None if bias_O is None else bias_O.to(x.dtype)
+    if weight_OI.requires_grad or weight_OI.element_size() >= x.element_size():
+        return nn.functional.linear(x, weight_OI.to(x.dtype), bias)
+    product: Tensor = _UpcastProduct.apply(x, weight_OI)
+    return product if bias is None else product + bias
+
+
+def _pieces(weight_OI: Tensor, output: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return a weight in pieces of rows, and the outputs of each."""
+    rows = max(1, PIECE // weight_OI.shape[1])
+    return weight_OI.split(rows), output.split(rows, -1)
 
 
 class UpcastLinear(nn.Linear):
@@ -30,8 +56,7 @@ class UpcastLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer."""
-        product = _UpcastProduct.apply(input, self.weight)
-        return product if self.bias is None else product + self.bias.to(product.dtype)
+        return upcast_linear(input, self.weight, self.bias)
 
 
 class UpcastEmbedding(nn.Embedding):

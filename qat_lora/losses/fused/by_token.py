@@ -1,16 +1,16 @@
 """A few positions at a time, the whole vocabulary for each: the walk that serves every term, output head and device.
 
-A chunk's logits become its loss and its gradients on the spot. On a GPU and on XLA, where a product of some hundred
-rows is as fast as any, this is also the faster walk. On XLA the chunks are one loop in the graph
-(`runtime/xla/loop.py`), all of one shape, the last filled with masked positions; and each takes its part of *every* row
-of text: where rows are spread over devices, consecutive positions would lie on one of them and be sent to the others.
+A chunk's logits become its loss and its gradients on the spot. On GPUs and XLA this is also the faster walk. On XLA the
+chunks are one loop in the graph (`runtime/xla/loop.py`), all of one shape, the last filled with masked positions; and
+each takes its part of *every* row of text: where rows are spread over devices, consecutive positions would lie on one
+of them and be sent to the others.
 
 Numerical core, see `_sparse_group`: the top-K logits are taken out *before* the exponential, so the tail is summed on
 its own scale. log(1 - b) is then accurate at any size; 1 - Σ p would be noise below 1e-7.
 
-Single entries of rows are indexed, but for bfloat16 on XLA. A TPU moves whole vectors, and one scalar at a time costs
-it as much: the top 128 of 4,096 positions would be 1.6 million turns. What it does best is multiply. An id is
-128 · high + low, so with `high_CEG` and `low_CEW` one-hot and the vocabulary as a matrix [G, W],
+Single entries of rows are indexed, but for bfloat16 on XLA. One scalar costs a TPU as much as a vector: the top 128 of
+4,096 positions would be 1.6 million turns. An id is 128 · high + low, so with `high_CEG` and `low_CEW` one-hot and the
+vocabulary as a matrix [G, W],
 
     read: rows_CEW = high @ logits_CGW, of which `low` picks one,     write: highᵀ @ (low · value) = values_CGW,
 

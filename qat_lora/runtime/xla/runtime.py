@@ -73,8 +73,7 @@ def device_peak_bytes(device: torch.device) -> int | None:
 class XlaRuntime(Runtime):
     """One XLA device in this process, alone or in a group.
 
-    The backend, `TPU` or `CPU`, is written to PJRT_DEVICE at once if that is unset: the first import of torch_xla
-    (transformers may do it) settles it for the process.
+    The backend, `TPU` or `CPU`, is written to PJRT_DEVICE if that is unset: the first import of torch_xla settles it.
     """
 
     loss_walk: LossWalk = "positions"  # the many small steps of the other one would make a long graph

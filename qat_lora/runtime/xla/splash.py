@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qat_lora.types import Scores
+
 LANES = 128  # numbers in a row of a TPU's registers: rows of tokens are cut at multiples of it
 BLOCK_Q, BLOCK_KV = 512, 1024  # queries and keys of a tile at most
 FUSED_LENGTH = 4096  # tokens up to which one backward kernel makes all gradients, queries' once for each block of keys
@@ -37,28 +39,26 @@ class SplashAttention:
     def __init__(self, call: Call, replicas: int) -> None:
         self._call, self._replicas = call, replicas
 
-    def fits(self, query_BHLD: Tensor, key_BGLD: Tensor) -> bool:
-        """Return whether the kernels can compute it: bfloat16 (float32 scores need exact products), whole tiles."""
+    def __call__(self, query_BHLD: Tensor, key_BGLD: Tensor, scores: Scores) -> "SplashAttention | None":
+        """Return itself for what it computes: bfloat16 (float32 scores need exact products), whole tiles, no cap."""
         rows, _, length, width = query_BHLD.shape
-        types = {query_BHLD.dtype, key_BGLD.dtype}
-        return types == {torch.bfloat16} and not (length % LANES or width % 64 or rows % self._replicas)
+        is_exact = {query_BHLD.dtype, key_BGLD.dtype} == {torch.bfloat16} and scores.softcap is None
+        return self if is_exact and not (length % LANES or width % 64 or rows % self._replicas) else None
 
-    def outputs(
-        self, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scale: float, window: int | None
-    ) -> tuple[Tensor, Tensor]:
+    def outputs(self, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scores: Scores) -> Sequence[Tensor]:
         """Return the result [B, H, L, D] and the scores' log-sums, float32 [B, H, L]."""
-        given = [query * scale, key, value, _documents(first_BL)]
-        output, log_sum = self._call(_lowered("forward", window, self._shapes(given)), given)
+        given = [query * scores.scale, key, value, _documents(first_BL)]
+        output, log_sum = self._call(_lowered("forward", scores.window, self._shapes(given)), given)
         return output, log_sum
 
     def gradients(
-        self, tensors: Sequence[Tensor], first_BL: Tensor, d_output: Tensor, scale: float, window: int | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of queries, keys and values: `tensors` are these and what `outputs` returned."""
+        self, tensors: Sequence[Tensor], first_BL: Tensor, d_output: Tensor, scores: Scores
+    ) -> Sequence[Tensor]:
+        """Return the gradients: `tensors` are queries, keys, values, and what `outputs` returned."""
         query, key, value, *kept = tensors
-        given = [query * scale, key, value, _documents(first_BL), *kept, d_output]
-        d_query, d_key, d_value = self._call(_lowered("backward", window, self._shapes(given)), given)
-        return d_query * scale, d_key, d_value
+        given = [query * scores.scale, key, value, _documents(first_BL), *kept, d_output]
+        d_query, d_key, d_value = self._call(_lowered("backward", scores.window, self._shapes(given)), given)
+        return d_query * scores.scale, d_key, d_value
 
     def _shapes(self, given: Sequence[Tensor]) -> tuple[tuple[tuple[int, ...], str], ...]:
         return tuple(((len(t) // self._replicas, *t.shape[1:]), str(t.dtype).removeprefix("torch.")) for t in given)

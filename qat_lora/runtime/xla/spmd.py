@@ -70,8 +70,7 @@ class XlaSpmdRuntime(XlaRuntime):
     def shard_frozen(self, module: torch.nn.Module) -> None:
         """With `shard_base`, spread every frozen matrix of the layers, a stack's within them, if a dimension divides.
 
-        Embedding and LM head stay whole: each chunk of the loss would gather the one, and other exchanges than the
-        weights' come of the other.
+        Embedding and LM head stay whole: each chunk of the loss would gather one, the other exchange more than weights.
         """
         if not self._shard_base or self.replicas == 1:
             return
