@@ -489,7 +489,7 @@ def main() -> None:
             try:
                 made = make(out)
             except Exception as error:  # a peer that fails is a row with the reason
-                made = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+                made = {"failed": f"{type(error).__name__}: {error}".splitlines()[0].replace(f"{work}/", "")[:200]}
             leave(out, setting, {**made, "seconds": round(time.perf_counter() - started, 1)})
     except ImportError as error:
         (out := students / arguments.tool).mkdir(exist_ok=True)

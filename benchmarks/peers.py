@@ -44,6 +44,7 @@ from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer
 from qat_lora.models.student import Student, open_student
 from qat_lora.options import CacheBuildOptions, QatOptions, QuantizeOptions, RecoverOptions, RunConfig
+from qat_lora.quant.presets import Engine, TargetConfig
 from qat_lora.registry import COMMANDS
 from qat_lora.runtime.launch.start import run
 from qat_lora.setup.common import cached_calibration_rows, text_batches
@@ -56,6 +57,9 @@ ROUNDED = (
     *(("q2_0", "q4_0"), ("q2_0", "q8_0")),
 )
 """Presets of the layers and of the embedding, None: 16 bits."""
+ALLOCATED = (2.4, 2.8, 3.2, 3.6, 4.0, 4.4, 4.8, 5.6, 6.5)
+"""Bits over all weights, embedding included, for which `--target-bits` chooses formats, of ours or of one engine."""
+ENGINES: tuple[Engine, ...] = ("any", "llama.cpp")
 TRAINED, RANKS = (("q2_0", "q3g64"), ("w3g128", "q4_0"), ("w4g128", "q4_0")), (4, 16)
 BLOCK = re.compile(r"(?<=<!-- peers -->\n).*?(?=<!-- end -->)", re.S)
 
@@ -106,7 +110,7 @@ def ours(arguments: argparse.Namespace) -> None:
     def part(name: str) -> RunConfig:
         return RunConfig(out=str(work / "ours" / name), device="cpu", quiet=True)
 
-    def quantised(preset: str, head: str | None, rank: int) -> Path:
+    def quantised(preset: str, head: str | None, rank: int, bits: float | None = None, engine: Engine = "any") -> Path:
         options = QuantizeOptions(
             model=prepared["teacher"],
             preset=preset,
@@ -114,7 +118,8 @@ def ours(arguments: argparse.Namespace) -> None:
             kd_cache_dir=str(work / "cache"),
             joint_rank=rank,
             start_rank=rank,
-            run=part(f"{preset}-{head}-{rank}"),
+            target=TargetConfig(target_bits=bits, engine=engine),
+            run=part(f"{preset}-{head}-{rank}" if bits is None else f"allocated-{bits}-{engine}"),
         )
         return run(COMMANDS["quantize"], options)
 
@@ -145,6 +150,12 @@ def ours(arguments: argparse.Namespace) -> None:
         name, started = f"{preset}, embedding {head or '16 bits'}", time.perf_counter()
         if wanted(name):
             student = quantised(preset, head, 0)
+            keep(name, student, time.perf_counter() - started)
+    for engine, bits in itertools.product(ENGINES, ALLOCATED):
+        of_engine = "" if engine == "any" else f", {engine}'s"
+        name, started = f"formats by layer for {bits} bits{of_engine}", time.perf_counter()
+        if wanted(name):
+            student = quantised("q2_0", None, 0, bits, engine)
             keep(name, student, time.perf_counter() - started)
     for preset, head in TRAINED:
         name, started = f"{preset}, embedding {head}", time.perf_counter()
@@ -243,9 +254,9 @@ def against_peers(rows: list[dict[str, Any]], most_bits: float = 5.0) -> dict[st
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Draw the picture and renew the table of the page from results."""
+    """Renew the tables of the page from results, and draw the picture of the last."""
     results = [read(file) for file in arguments.results]
-    draw(results, arguments.picture)
+    draw(results[-1:], arguments.picture)
     page = arguments.page.read_text(encoding="utf-8")
     lines = "\n".join(line for result in results for line in (*table(result), ""))
     arguments.page.write_text(BLOCK.sub(lambda _: f"\n{lines}\n", page), encoding="utf-8")
