@@ -13,7 +13,7 @@ Gradients through the rounding are conventions; ParetoQ found these best at each
   wide; ending it at the outermost code would freeze a third of the weights.
 
 The forward is code value times scale, in `QuantLinear`'s order: trained weights and their saved codes agree to the last
-bit, which w + (ŵ - w).detach() would not. LSQ's factor on the scale's gradient: AdamW cancels it.
+bit, which w + (ŵ - w).detach() would not. LSQ's factor on the scale's gradient is left out: AdamW cancels it.
 
 Sources: LR-QAT (arXiv 2406.06385) for the low-rank form; LSQ (1902.08153); ParetoQ (2502.02631); LSQ+ (2004.09576).
 """

@@ -200,7 +200,7 @@ class CausalLM:
     def compile_layers(self, **how: Any) -> None:
         """Compile decoder layers, one program for all, with attention by block masks; `how` is of `torch.compile`.
 
-        The whole model of 28 layers takes 28 times as long. Layers that carry a state change calls from batch to batch.
+        A whole model of 28 layers takes 28 times as long. Layers with a state, whose calls change, are left alone.
         """
         if attention.keeps_state(self.config):
             return

@@ -176,7 +176,7 @@ class LayerFitter:
     def stand_in(self, name: str, moments_II: Mapping[str, Tensor]) -> Tensor:
         """Return a second moment for an expert that hardly a token reaches, and remember its name.
 
-        For `gate_proj` and `up_proj` the mean of those that tokens reach; inputs of `down_proj` are each one's own.
+        It is the mean of the experts that tokens reach; for `down_proj`, whose inputs are its own, all count alike.
         """
         self.unreached.add(name)
         weight, own = self.linear(name).weight, siblings_of(name)
