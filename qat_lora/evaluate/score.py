@@ -139,12 +139,10 @@ def _predict(logits_NV: Tensor, targets_N: Tensor, weights_NV: Tensor) -> tuple[
     return total.log() - logits_NV.gather(-1, targets_N[:, None])[:, 0], total, top1[:, 0]
 
 
-def recovery(
-    quantised: Mapping[str, Any], recovered: Mapping[str, Any], teacher: Mapping[str, Any]
-) -> dict[str, float]:
+def recovery(rounded: Mapping[str, Any], recovered: Mapping[str, Any], teacher: Mapping[str, Any]) -> dict[str, float]:
     """Return the shares of the log-perplexity gap (by `nll`) and of the `kl` that recovery closed."""
-    gap = quantised["nll"] - teacher["nll"]
+    gap = rounded["nll"] - teacher["nll"]
     return {
-        "gap_recovered_log": (quantised["nll"] - recovered["nll"]) / gap if gap else float("nan"),
-        "kl_recovered": 1 - recovered["kl"] / quantised["kl"] if quantised["kl"] else float("nan"),
+        "gap_recovered_log": (rounded["nll"] - recovered["nll"]) / gap if gap else float("nan"),
+        "kl_recovered": 1 - recovered["kl"] / rounded["kl"] if rounded["kl"] else float("nan"),
     }

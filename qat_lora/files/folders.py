@@ -180,8 +180,7 @@ def is_draft(draft: Path, text: str) -> bool:
     if draft.is_symlink() or draft.exists() and not draft.is_file():
         return False
     begin = text[:12].encode()
-    found = draft.read_bytes()[: len(begin)] if draft.exists() else b""
-    return begin.startswith(found)
+    return begin.startswith(draft.read_bytes()[: len(begin)] if draft.exists() else b"")
 
 
 @contextmanager

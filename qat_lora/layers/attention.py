@@ -1,10 +1,10 @@
 """Attention that keeps no scores for the backward pass: in tiles of queries on CPUs, in a few large blocks under XLA.
 
 Documents are contiguous and all attention is causal, so one number a token says what it sees: everything from its
-`first` position to its own. A mask of L x L, 4 GB for a row of 32,768, is made for `LONGEST_DENSE` tokens at most,
-where torch's own kernel reads it. Given a 2-D mask or none, transformers would inspect it on the host in each forward,
-which stops an XLA device. So `attention_inputs` builds what every token sees in the graph, from document ids;
-transformers' models pass the numbers on unread, as they have the shape of a finished mask: int32 [B, 1, 1, L].
+`first` position to its own. A mask of L x L, 4 GB for a row of 32,768, is never made: torch's own kernel, where it is
+used, gets that of a block of queries at a time. Given a 2-D mask or none, transformers would inspect it on the host in
+each forward, which stops an XLA device. So `attention_inputs` builds what every token sees in the graph, from document
+ids; transformers' models pass the numbers on unread, as they have the shape of a finished mask: int32 [B, 1, 1, L].
 
 torch's fused attention for CPUs wants that mask, with which it also multiplies the blocked half of the scores, and keys
 and values repeated for every query head. Here a tile of queries, for all query heads of one key head together, meets
@@ -48,19 +48,16 @@ def tiled_attention(
     return output
 
 
-def dense_mask(first_B11L: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return first positions as an additive mask, [B, 1, L, L]."""
+def dense_mask(first_B11L: Tensor, dtype: torch.dtype, rows: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+    """Return first positions as an additive mask, [B, 1, L, L], or that of some queries and keys."""
     own = torch.arange(first_B11L.shape[-1], device=first_B11L.device)
-    seen = (own >= first_B11L.mT) & (own <= own[:, None])
+    seen = (own[keys] >= first_B11L[..., rows].mT) & (own[keys] <= own[rows, None])
     blocked = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
     return torch.where(seen, torch.zeros_like(blocked), blocked)
 
 
 def tiled_or(otherwise: Callable[..., Any], attention: Callable[..., Tensor] = tiled_attention) -> Callable[..., Any]:
-    """Return an attention function for transformers: ours for first positions, which are int32, else `otherwise`.
-
-    Dropout and sinks, which ours do not compute, take them as a mask in memory.
-    """
+    """Return an attention function for transformers: ours for first positions, int32, without dropout and sinks."""
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **others: Any) -> Any:
         scale, window, softcap = (others.get(name) for name in ("scaling", "sliding_window", "softcap"))
@@ -70,6 +67,27 @@ def tiled_or(otherwise: Callable[..., Any], attention: Callable[..., Tensor] = t
             return attention(query, key, value, attention_mask[:, 0, 0], scores).transpose(1, 2), None
         mask = dense_mask(attention_mask, query.dtype) if is_first else attention_mask
         return otherwise(module, query, key, value, mask, **others)
+
+    return attend
+
+
+def library_or_blocked(library: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an attention function for transformers: its own, a block of queries at a time, or `blocked_attention`.
+
+    That computes what needs gradients, since every block's mask would be kept for them, and capped scores.
+    """
+    blocked = tiled_or(library, blocked_attention)
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **others: Any) -> Any:
+        is_first = isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int32
+        if not is_first or torch.is_grad_enabled() or others.get("softcap") is not None:
+            return blocked(module, query, key, value, attention_mask, **others)
+        outputs, window = [], others.get("sliding_window") or query.shape[2]
+        for rows in _slices(query.shape[2], BLOCK):
+            keys = slice(max(0, rows.start - window + 1), rows.stop)
+            mask = dense_mask(attention_mask, query.dtype, rows, keys)
+            outputs.append(library(module, query[:, :, rows], key[:, :, keys], value[:, :, keys], mask, **others)[0])
+        return torch.cat(outputs, 1), None
 
     return attend
 
@@ -319,7 +337,6 @@ def flex_or(otherwise: Callable[..., Any]) -> Callable[..., Any]:
     return attend
 
 
-LONGEST_DENSE = 4096  # tokens: a mask in memory is 32 MB a row in bfloat16 there, and faster where kernels are torch's
 MaskForm = Literal["first", "blocks", "dense"]
 # Kinds of layers that carry a state from token to token (`layers/recurrent.py`), and need no mask.
 STATEFUL = {"linear_attention", "conv", "hybrid"}

@@ -241,8 +241,7 @@ def _kind(layer: nn.Module) -> Any:
             return None
         form = "" if not isinstance(module, QuantLinear) or _is_formed(module) else module.extra_repr()
         settings.append((path, type(module).__name__, form, tuple(sorted(plain.items(), key=str))))
-    shapes = [(n, t.shape, t.dtype, t.requires_grad) for n, t in _tensors(layer).items()]
-    return repr((settings, shapes))
+    return repr((settings, [(n, t.shape, t.dtype, t.requires_grad) for n, t in _tensors(layer).items()]))
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

@@ -243,16 +243,14 @@ def _kd_terms(
             raise CacheError("teacher_head: estimator full needs the teacher's output head; build with --hidden")
         return [DenseTerm(hidden_NH, lm_head, weight, "kd", numbers.get("T", temperature))]
     if estimator == "sampled":
-        ids_ND = wanted(batch, "draw_ids", "estimator sampled", config.draws).long()
-        return [estimators.sampled_term(ids_ND, weight)]
+        return [estimators.sampled_term(wanted(batch, "draw_ids", "estimator sampled", config.draws).long(), weight)]
     teacher = sparse_teacher_from_batch(batch, temperature)
     if estimator == "hybrid":
         ids_ND = wanted(batch, "tail_draw_ids", "estimator hybrid", config.draws).long()
         return estimators.hybrid_terms(teacher, ids_ND, weight)
     if estimator in estimators.MIXTURES:
         mixture, share = estimators.MIXTURES[estimator]
-        distance = functools.partial(mixture, share=config.mixture or share)
-        return [TopKTerm(teacher, distance, weight, "kd")]
+        return [TopKTerm(teacher, functools.partial(mixture, share=config.mixture or share), weight, "kd")]
     return [TopKTerm(teacher, estimators.ESTIMATORS[estimator], weight, "kd")]
 
 

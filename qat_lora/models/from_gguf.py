@@ -169,8 +169,7 @@ def as_trained(tensor: Tensor, name: str, config: dict[str, Any]) -> Tensor:
     """Undo what llama.cpp's conversion did to a tensor of this name; `config` as from `config_of`."""
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(name.split(".")[-2])
     if config["model_type"] in _PAIRED and heads:
-        pairs = tensor.unflatten(0, (config[heads], -1, 2))
-        return pairs.transpose(1, 2).reshape(tensor.shape).contiguous()
+        return tensor.unflatten(0, (config[heads], -1, 2)).transpose(1, 2).reshape(tensor.shape).contiguous()
     return tensor - 1 if config["model_type"].startswith("gemma") and name.endswith("norm.weight") else tensor
 
 

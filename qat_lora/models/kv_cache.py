@@ -53,7 +53,7 @@ def begin(
         output = backbone(input_ids=input_ids_BL[:, :prompt_length], use_cache=True)
         return output.last_hidden_state, output.past_key_values
     length = input_ids_BL.shape[1]
-    form: MaskForm = "dense" if model.mask_form(length) == "dense" else "first"
+    form: MaskForm = "dense" if model.mask_form() == "dense" else "first"
     documents_BL = torch.zeros_like(input_ids_BL[:1])
     if padding_B is not None:
         documents_BL = (torch.arange(length, device=padding_B.device) >= padding_B[:, None]).to(torch.int64)

@@ -52,7 +52,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
 """Of names of files; any other dot belongs to the name of a folder, as in Qwen3-0.6B."""
 LIBRARY, TILED, BLOCKED, FLEX = (f"qat_lora_{form}" for form in ("library", "tiled", "blocked", "flex"))
-"""Names of our attention among those of transformers; the library's up to `LONGEST_DENSE`, then blocks."""
+"""Names of our attention among those of transformers."""
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", checksums.SUMS]
 
 
@@ -144,7 +144,7 @@ class CausalLM:
     def __post_init__(self) -> None:
         """Let attention of long rows keep no mask, also where nobody asks for a form of ours."""
         if hasattr(getattr(self.module, "config", None), "_attn_implementation"):
-            self._attend(LIBRARY, partial(attention.tiled_or, attention=attention.blocked_attention))
+            self._attend(LIBRARY, attention.library_or_blocked)
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -232,7 +232,7 @@ class CausalLM:
 
     def hidden(self, input_ids_BL: Tensor, document_ids_BL: Tensor) -> Tensor:
         """Return the last hidden states [B, L, H]; attention and positions restart with each document."""
-        form = self.mask_form(input_ids_BL.shape[1])
+        form = self.mask_form()
         masks, positions = attention.attention_inputs(self.config, document_ids_BL, computing_dtype(self.module), form)
         given = {"attention_mask": masks, "position_ids": positions, "use_cache": False}
         if attention.keeps_state(self.config):
@@ -240,13 +240,10 @@ class CausalLM:
             given["documents"] = split_documents(attention.document_begins(document_ids_BL)[0])
         return self.backbone(input_ids=input_ids_BL, **given).last_hidden_state
 
-    def mask_form(self, length: int) -> MaskForm:
-        """Return the form of attention mask that the model's attention reads in rows of a length."""
+    def mask_form(self) -> MaskForm:
+        """Return the form of attention mask that the model's attention reads."""
         name = self.config._attn_implementation
-        if name == FLEX:
-            return "blocks"
-        longest = attention.LONGEST_DENSE if _own_attention(self.config) == "sdpa" else 0  # eager keeps scores as well
-        return "first" if name in (TILED, BLOCKED) or name == LIBRARY and length > longest else "dense"
+        return "blocks" if name == FLEX else "first" if name in (LIBRARY, TILED, BLOCKED) else "dense"
 
     def lm_head(self) -> LMHead:
         """Return the output head with its current weight."""

@@ -26,8 +26,7 @@ def method_of(config: dict[str, Any]) -> str | None:
     quantization = config.get("quantization_config") or config.get("quantization")
     if not isinstance(quantization, dict):
         return None
-    is_mlx = {"bits", "group_size"} <= quantization.keys()
-    return str(quantization.get("quant_method", MLX if is_mlx else None))
+    return str(quantization.get("quant_method", MLX if {"bits", "group_size"} <= quantization.keys() else None))
 
 
 def dense_state(folder: Path, config: dict[str, Any]) -> Tensors | None:

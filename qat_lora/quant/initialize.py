@@ -216,8 +216,7 @@ def _rounded(
     values, (scales, whole) = code_values(spec).to(weight_RI.device), _scales(weight_RI, spec, importance, cost)
     scale, zero, minimum = scaling.meaning(spec, scales, whole, *weight_RI.shape)
     ratio = (weight_RI if minimum is None else weight_RI + minimum) / scaling.divisor(scale, spec)
-    ratio = ratio if zero is None else ratio + zero
-    return QuantizedWeight(nearest(ratio, values, spec)[1], values, scales, whole)
+    return QuantizedWeight(nearest(ratio if zero is None else ratio + zero, values, spec)[1], values, scales, whole)
 
 
 def _compensated(weight_RI: Tensor, spec: QuantSpec, curvature: Curvature) -> QuantizedWeight:

@@ -147,8 +147,7 @@ def clip_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost) -> Tensor:
 
     def at(clip: Tensor | float, members: Tensor, widest: Tensor) -> tuple[Tensors, Tensor]:
         scale = away_from_zero(widest * clip)
-        chosen = nearest_value(members / scale[..., None], values, spec)
-        return [scale], chosen.mul_(scale[..., None]).sub_(members)
+        return [scale], nearest_value(members / scale[..., None], values, spec).mul_(scale[..., None]).sub_(members)
 
     widest = absmax_scale(weight_OI, dataclasses.replace(spec, signed=False))
     return _cheapest(at, [grouped(weight_OI, spec), widest], cost, spec.signed)[0]

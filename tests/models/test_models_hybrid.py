@@ -150,7 +150,7 @@ def test_what_is_not_tested_is_refused():
     with pytest.raises(ModelError, match="carry a state.*--device cpu or cuda"):
         model.block_attention(NativeRuntime("cpu").kept, None)
     model.compile_layers()  # nothing is compiled: no block mask is asked for
-    assert model.mask_form(LENGTH) == "dense"
+    assert model.mask_form() == "first"
     model.config.model_type = "jamba"
     with pytest.raises(ModelError, match=r"model: jamba has layers.*allowed: bamba, falcon_h1"):
         model.hidden(*packed())

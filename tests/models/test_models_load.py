@@ -123,7 +123,7 @@ def test_packed_rows_are_transformers_document_by_document(family, tiny, tmp_pat
     with torch.no_grad():
         tiled = model.logits(model.hidden(ids, documents).flatten(0, 1)).reshape(expected.shape)
     torch.testing.assert_close(tiled, expected, rtol=1e-4, atol=1e-4)
-    assert model.mask_form(24) == "first"
+    assert model.mask_form() == "first"
     with torch.no_grad():  # masks of transformers' own, as its `generate` makes them
         whole = model.module(input_ids=ids).logits
         alone = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()(input_ids=ids).logits
@@ -175,23 +175,29 @@ def test_scaled_positions_are_kept_beyond_the_original_length(kind, tiny, tmp_pa
     assert load_model(str(tmp_path / "saved")).config.rope_parameters == reference.config.rope_parameters
 
 
-def test_long_rows_make_no_mask_in_memory(tiny, tmp_path, monkeypatch):
-    """Beyond the length up to which torch's kernels take one: the same numbers, by another path."""
-    model = load_model(str(make(tmp_path / "m", "gemma3", tiny)))
+@pytest.mark.parametrize(("family", "kinds"), [("qwen3", "full"), ("gemma2", "capped"), ("gemma3", "mixed")])
+def test_the_library_gets_a_mask_of_a_block_of_queries_at_a_time(family, kinds, tiny, tmp_path, monkeypatch):
+    """Windows, capped scores, blocks that do not divide the row: the numbers of one piece, and of our blocks."""
+    model = load_model(str(make(tmp_path / "m", family, tiny)))
     ids, documents = packed_rows()
-    forms, original = [], models.attention.attention_inputs
-    watched = lambda *given: forms.append(given[-1]) or original(*given)  # noqa: E731
-    monkeypatch.setattr(models.attention, "attention_inputs", watched)
+    masks, library = [], models._attend_as_transformers
+    watched = lambda *given, **others: masks.append(tuple(given[4].shape[2:])) or library(*given, **others)  # noqa: E731
+    monkeypatch.setattr(models, "_attend_as_transformers", watched)
+    model._attend(models.LIBRARY, models.attention.library_or_blocked)
     with torch.no_grad():
-        short = model.hidden(ids, documents)
-        monkeypatch.setattr(models.attention, "LONGEST_DENSE", 23)
-        torch.testing.assert_close(model.hidden(ids, documents), short, rtol=1e-4, atol=1e-4)
-        model.tile_attention()
-        torch.testing.assert_close(model.hidden(ids, documents), short, rtol=1e-4, atol=1e-4)
-    assert forms == ["dense", "first", "first"]
+        whole = model.hidden(ids, documents)
+        assert set(masks) == (set() if kinds == "capped" else {(24, 24)})
+        masks.clear()
+        monkeypatch.setattr(models.attention, "BLOCK", 7)
+        torch.testing.assert_close(model.hidden(ids, documents), whole, rtol=1e-4, atol=1e-4)
+        full, windows_of_4 = {(7, 7), (7, 14), (7, 21), (3, 24)}, {(7, 7), (7, 10), (3, 6)}
+        assert set(masks) == {"full": full, "mixed": full | windows_of_4, "capped": set()}[kinds]
+    masks.clear()
+    torch.testing.assert_close(model.hidden(ids, documents), whole, rtol=1e-4, atol=1e-4)
+    assert not masks  # every block's mask would be kept for the backward pass
 
 
-@pytest.mark.parametrize("attention", ["tiled", "library"])
+@pytest.mark.parametrize("attention", ["tiled", "library", "library without gradients"])
 def test_no_tensor_of_a_forward_and_backward_has_l_squared_numbers(attention):
     length = 5000
     model = make_qwen3(None, 64, hidden=16, layers=1, heads=1, kv_heads=1, mlp=8, max_position_embeddings=length)
@@ -209,7 +215,10 @@ def test_no_tensor_of_a_forward_and_backward_has_l_squared_numbers(attention):
 
     with Watch():
         documents = (torch.arange(length) // 1000)[None]
-        model.hidden(torch.zeros(1, length, dtype=torch.int64), documents).sum().backward()
+        with torch.set_grad_enabled("without" not in attention):
+            hidden = model.hidden(torch.zeros(1, length, dtype=torch.int64), documents)
+        if hidden.requires_grad:
+            hidden.sum().backward()
     assert largest < length * length / 2  # bytes; scores of a block of 512 queries in float32 are the largest
 
 
@@ -551,4 +560,5 @@ def test_hidden_reads_nothing_back(family, tiny, tmp_path):
     model = load_model(str(make(tmp_path / "m", family, tiny)))
     model.module.to("meta")
     ids, documents = (t.to("meta") for t in packed_rows())
-    assert model.hidden(ids, documents).shape == (3, 24, 32)
+    with torch.no_grad():
+        assert model.hidden(ids, documents).shape == (3, 24, 32)

@@ -39,8 +39,7 @@ def compress_rows(pieces: Sequence[Arrays], held: Contents, table: Sequence[Arra
     ends = np.cumsum([len(blob) for blob in blobs])
     if ends[-1] >= 1 << 32:
         raise CacheError(f"shard_rows: a shard of {ends[-1]:,} bytes; allowed: below 4 GB, so give fewer --shard-rows")
-    sums = np.array([crc32(blob) for blob in blobs], "<u4")
-    return [sums.tobytes(), ends.astype("<u4").tobytes(), *blobs]
+    return [np.array([crc32(blob) for blob in blobs], "<u4").tobytes(), ends.astype("<u4").tobytes(), *blobs]
 
 
 def decompress_row(

@@ -189,8 +189,7 @@ class _Solver(NamedTuple):
 
     def _stacked(self, weights_OI: Sequence[Tensor]) -> Tensor:
         """Return the weights' rows, one layer under the other, where they are solved for."""
-        weight = weights_OI[0] if len(weights_OI) == 1 else torch.cat(tuple(weights_OI))
-        return weight.to(self.settings.device)
+        return (weights_OI[0] if len(weights_OI) == 1 else torch.cat(tuple(weights_OI))).to(self.settings.device)
 
     def quantised(self, weights_OI: Sequence[Tensor], rounds: int = ROUNDS) -> Found:
         """Return codes and scales of every weight, where the weights are."""

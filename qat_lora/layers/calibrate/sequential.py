@@ -152,9 +152,7 @@ class _Block:
                 stages[_mixture_stage(path)] = [p for p in self.paths if _mixture_stage(p) == _mixture_stage(path)]
         return list(stages.values())
 
-    def _moments(
-        self, paths: list[str], exact: list[Tensor], student: list[Tensor]
-    ) -> dict[str, tuple[Tensor, Tensor]]:
+    def _moments(self, paths: list[str], full: list[Tensor], student: list[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """Return E[y yᵀ] and E[(x - y) yᵀ] of the inputs of one stage's layers, by name: costs weigh tokens for each.
 
         In both an expert gets the tokens that the reference sends it; with fewer than `FEWEST_TOKENS` it is left out.
@@ -162,7 +160,7 @@ class _Block:
         costs, sums, reached = self.fitter.costs, dict[str, list[Tensor]](), dict[str, int]()
         for i, call in enumerate(self.calls):
             routes: list[Tensor] = []
-            xs = _inputs_of(paths, self.reference, exact[i], call, routes)
+            xs = _inputs_of(paths, self.reference, full[i], call, routes)
             ys = _inputs_of(paths, self.student, student[i], call, routes)
             for path in paths:
                 if (source := _source_of(path, paths)) not in xs:
