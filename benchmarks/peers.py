@@ -54,7 +54,7 @@ OURS, BATCH, AT_ONCE, ACCENT = "qat-lora", 8, 12, COLOURS[1]
 ROUNDED = (
     *(("q2_0", "q2_0"), ("w3g128", "q3g64"), ("w3g128", "q4_0"), ("q4_0", "q4_0"), ("w4g128", "q8_0")),
     *(("q2_0", "q3g64"), ("w4g128", "q4_0"), ("w4g128", "q3g64"), ("q2_0", None), ("w3g128", None), ("w4g128", None)),
-    *(("q2_0", "q4_0"), ("q2_0", "q8_0")),
+    *(("q2_0", "q4_0"), ("q2_0", "q8_0"), ("q2g128", "q2g128"), ("q2g128", "q2_0")),
 )
 """Presets of the layers and of the embedding, None: 16 bits."""
 ALLOCATED = (2.4, 2.8, 3.2, 3.6, 4.0, 4.4, 4.8, 5.6, 6.5)

@@ -41,7 +41,8 @@ def decoded(parts, bits, inputs):
 
 
 @pytest.mark.parametrize(
-    ("preset", "bits"), [("q2_0", 2), ("q3g64", 3), ("q4_0", 4), ("w2g64", 3), ("w4g128", 4), ("q8_0", 8)]
+    ("preset", "bits"),
+    [("q2_0", 2), ("q2g128", 2), ("q3g64", 3), ("q4_0", 4), ("w2g64", 3), ("w4g128", 4), ("q8_0", 8)],
 )
 def test_exact(preset, bits):
     layer = bare_layer(PRESETS[preset].spec_for("x"), out_features=64)

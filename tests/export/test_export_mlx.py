@@ -40,7 +40,7 @@ def held(preset, **shape):
     return layer.weight.detach().double(), to_mlx(module)["layer"]
 
 
-@pytest.mark.parametrize(("preset", "bits"), [("q2_0", 2), ("q3g64", 3), ("q4_0", 4), ("w3g128", 3), ("w4g128", 4)])
+@pytest.mark.parametrize(("preset", "bits"), [("q2_0", 2), ("q2g128", 2), ("q3g64", 3), ("w3g128", 3), ("w4g128", 4)])
 def test_exact(preset, bits):
     weight, found = held(preset)
     parts = mlx_tensors(found)

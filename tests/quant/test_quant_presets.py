@@ -28,6 +28,7 @@ BY_HAND = {  # bits per weight of an MLP and of an attention layer of 96 x 704
     "q2a2": (lut_bits(2, 32), lut_bits(2, 32)),
     "q2a4": (lut_bits(2, 32), lut_bits(4, 8)),
     "q2_0": (2.25, 2.25),
+    "q2g128": (2 + 16 * 6 / 704, 2 + 16 * 6 / 704),
     "q3g64": (3.25, 3.25),
     "q4_0": (4.5, 4.5),
     "q8_0": (8.5, 8.5),
