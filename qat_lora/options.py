@@ -427,7 +427,7 @@ class EstimateOptions:
     max_steps: int = _at_least_1(1000, "optimizer steps, for time and cost", unit="steps")
     devices: tuple[str, ...] = common((), HELP["devices"], alias="for")
     utilisation: float = option(0.6, HELP["utilisation"], unit="share", above=0, max=1)
-    attention: Literal["auto", "tiled", "fused", "plain", "xla"] = option("auto", HELP["attention"])
+    attention: Literal["auto", "tiled", "fused", "blocked", "xla"] = option("auto", HELP["attention"])
     run: RunConfig = option(RunConfig, "run", without=("out", "overwrite", "chips", "seed", "quiet"))
 
     @property

@@ -17,8 +17,8 @@ import yaml
 from qat_lora.errors import ConfigError
 from qat_lora.runtime.launch.select import free_memory_bytes
 
-Attention = Literal["tiled", "fused", "plain", "xla"]  # which decides what a training step keeps (`plan/step.py`)
-_ATTENTION: dict[str, Attention] = {"cpu": "tiled", "mps": "plain", "tpu": "xla", "xla": "xla"}
+Attention = Literal["tiled", "fused", "blocked", "xla"]  # which decides what a training step keeps (`plan/step.py`)
+_ATTENTION: dict[str, Attention] = {"cpu": "tiled", "mps": "blocked", "tpu": "xla", "xla": "xla"}
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
 trace of a step shows. Tracing would be exact but needs model and device, as what autograd keeps depends on attention:
 
 * `tiled` (`layers/attention.py`, CPUs) keeps keys and values as they are and no scores.
+* `blocked` (where no kernel fits: Apple's GPU) keeps the same.
 * `fused` (torch's kernels on CUDA) keeps no scores, but repeats keys and values for every query head.
-* `plain` (where no kernel fits: Apple's GPU) keeps the probabilities of a softmax in float32.
 * `xla` is one loop over stacked layers, forward and backward. What a layer keeps is chosen there, not by autograd.
 
 *Time* is a roofline. Operations alone would call a step of small matrices, or a card with slow memory, several times
@@ -35,7 +35,7 @@ from qat_lora.runtime.base import default_loss_chunk_mb
 
 PIECE_BYTES = 2 * 2**21  # logits of two vocabulary pieces (`losses/fused/by_vocab`): this one and the one before it
 SCORES = 3  # of a block of queries, at once, in float32: shares and gradients of `blocked_attention`, no TPU kernel's
-BLOCKS = {"tiled": TILE, "fused": 128, "xla": BLOCK}  # queries that meet keys up to their end; `plain`: all meet all
+BLOCKS = {"tiled": TILE, "fused": 128, "blocked": BLOCK, "xla": BLOCK}  # queries that meet keys up to their end
 LAUNCH_S, FORWARD_KERNELS, BACKWARD_KERNELS, OTHER_KERNELS, CHUNK_KERNELS = 5e-6, 27, 36, 90, 8
 """Seconds to launch a kernel; kernels of a layer, around the layers, of a chunk of the loss."""
 MEMORY_SHARE = 0.8  # of a memory's rate, what long reads and writes reach
@@ -106,8 +106,7 @@ def step_bytes(shapes: Shapes, options: EstimateOptions) -> dict[str, int]:
     tokens, layers = options.batch_size * options.length, shapes.config.num_hidden_layers
     width, sizes, is_loop = DTYPES[options.run.dtype].itemsize, widths(shapes.config), options.attention == "xla"
     layer = _layer(shapes, options)
-    has_mask = options.attention in ("plain", "fused")  # of L x L; elsewhere first positions say what a token sees
-    other = (4 + width) * sizes.hidden + has_mask * width * options.length  # the last norm, and the mask
+    other = (4 + width) * sizes.hidden  # the last norm
     backward = tokens * width * (3 * sizes.mlp + 2 * sizes.hidden)  # gradients of a layer's widest tensors
     if shapes.weight_gradients:  # of the largest, a gradient and its product with the codes
         backward += 8 * max(shapes.quantised, default=0)
@@ -135,12 +134,10 @@ def _layer(shapes: Shapes, options: EstimateOptions) -> int:
     if options.attention == "xla":
         return width * (hidden + (queries + 2 * keys) + queries + hidden + 2 * mlp) + 4 * heads
     inputs = 2 * hidden + mlp + 7 * shapes.adapter_rank
-    if options.attention == "tiled":  # the result twice: per head, and concatenated
-        attended = width * (3 * queries + 2 * keys) + 4 * heads
-    elif options.attention == "fused":  # queries, keys and values for every head, and the result
+    if options.attention == "fused":  # queries, keys and values for every head, and the result
         attended = width * 4 * queries
-    else:  # in float32 whatever the model's dtype, with the scores
-        attended = 4 * (3 * queries + heads * options.length) + width * queries
+    else:  # the result twice: per head, and concatenated
+        attended = width * (3 * queries + 2 * keys) + 4 * heads
     normed = queries + keys if "3" in shapes.config.model_type else 0  # Qwen3 and Gemma 3 norm both
     return width * (inputs + 3 * mlp) + attended + 4 * (2 * hidden + normed)
 
@@ -195,16 +192,15 @@ def step_parts(shapes: Shapes, options: EstimateOptions) -> dict[str, Part]:
     layers, tokens = shapes.config.num_hidden_layers, options.batch_size * options.length
     width, size, back = DTYPES[options.run.dtype].itemsize, widths(shapes.config), int(shapes.passes > 1)
     passes = shapes.passes + back * options.gradient_checkpointing
-    output, is_plain = shapes.module.get_output_embeddings(), options.attention == "plain"
+    output = shapes.module.get_output_embeddings()
     linear = [m for m in shapes.module.modules() if isinstance(m, nn.Linear) and m is not output]
     weights = sum(m.in_features * m.out_features for m in linear)
     adapted = sum(x.base.in_features + 2 * x.base.out_features for x in lora_layers(shapes.module).values())
     trains = sum(shapes.quantised) if shapes.weight_gradients else 0
     formed = trains * (2 * (4 + width) + 12)  # codes read and weights written, twice; a gradient, and its reduction
-    # Scores, and what they weigh, [L, L] of every head; backward twice as many, and the scores again if none were kept.
-    blocks = -(-options.length // BLOCKS.get(options.attention, options.length))
-    attended = 4 * options.length * size.queries * (1 + 1 / blocks) / 2 * (passes + back * (1 if is_plain else 1.5))
-    kept_scores = 8 * (1 + 2 * back) * size.heads * options.length if is_plain else 0  # written and read, each time
+    # Scores, and what they weigh, [L, L] of every head; backward twice as many, and the scores again.
+    blocks = -(-options.length // BLOCKS[options.attention])
+    attended = 4 * options.length * size.queries * (1 + 1 / blocks) / 2 * (passes + 1.5 * back)
     elementwise = 9 * size.hidden + 2 * (size.queries + size.keys) + 3 * size.mlp
     chunks, _ = loss_chunks(options, tokens, shapes.vocab_size)
     lm_head = shapes.vocab_size * size.hidden
@@ -213,7 +209,7 @@ def step_parts(shapes: Shapes, options: EstimateOptions) -> dict[str, Part]:
     parts = {"elementwise": Part(0, (1 + 2 * back) * tokens * layers * width * elementwise)}
     products = 2 * tokens * (passes * weights + trains), width * passes * (weights + tokens * moved) + formed
     adapters = 2 * tokens * (passes + 1) * factors, width * passes * tokens * adapted
-    scores = (passes + back) * width * 2 * (size.queries + size.keys) + kept_scores
+    scores = (passes + back) * width * 2 * (size.queries + size.keys)
     # Logits are written and read twice, their gradient written and read.
     of_logits = width * ((1 + back) * chunks * lm_head + (3 + 2 * back) * tokens * shapes.vocab_size)
     parts |= {"products": Part(*products), "adapters": Part(*adapters)}

@@ -68,7 +68,7 @@ def test_one_forward_of_the_row_and_then_one_of_a_token(model):
 
     model.module.model.register_forward_pre_hook(seen, with_kwargs=True)
     assert len(continue_ids(model, PROMPT, 9)) == 9
-    assert shapes == [((1, 13), (1, 1, 13, 13))] + 8 * [((1, 1), (1, 1, 1, 13))]
+    assert shapes == [((1, 13), (1, 1, 1, 13))] + 8 * [((1, 1), (1, 1, 1, 13))]
 
 
 def test_ends_at_the_end_token_which_is_not_returned(model):

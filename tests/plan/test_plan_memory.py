@@ -92,7 +92,7 @@ def test_parameters_are_those_of_the_full_precision_model(tiny, student):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("attention", ["tiled", "fused", "plain"])
+@pytest.mark.parametrize("attention", ["tiled", "fused", "blocked"])
 def test_activations_are_within_15_percent_of_what_autograd_keeps(tiny, dtype, attention):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -211,10 +211,10 @@ def test_attention_follows_the_device(tiny, capsys):
     assert len({found["total_bytes"] for found in there.values()}) == 3
     printed = capsys.readouterr().out
     assert "a step in bfloat16 with xla attention, as on v6e-4\n" in printed
-    for device, attention in (("cpu", "tiled"), ("mps", "plain"), ("cuda", "fused"), ("tpu", "xla"), ("xla", "xla")):
+    for device, attention in (("cpu", "tiled"), ("mps", "blocked"), ("cuda", "fused"), ("tpu", "xla"), ("xla", "xla")):
         assert ask(tiny.teacher, run=RunConfig(device=device))["attention"] == attention
-    forced = ask(tiny.teacher, attention="plain", devices=("v6e-4", "h100"))
-    assert {forced["attention"], *(d["attention"] for d in forced["devices"].values())} == {"plain"}
+    forced = ask(tiny.teacher, attention="blocked", devices=("v6e-4", "h100"))
+    assert {forced["attention"], *(d["attention"] for d in forced["devices"].values())} == {"blocked"}
 
 
 def test_live_bytes_counts_memory_and_not_views():

@@ -75,7 +75,7 @@ def test_wider_numbers_and_more_work_are_never_faster(qwen, place):
         {"dtype": "float32"},
         {"gradient_checkpointing": True},
         {"utilisation": 0.3},
-        {"attention": "plain"},
+        {"attention": "blocked"},
         {"length": 4096, "batch_size": 1},
     )
     for changed in slower:
