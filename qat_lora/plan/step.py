@@ -134,10 +134,9 @@ def _layer(shapes: Shapes, options: EstimateOptions) -> int:
     if options.attention == "xla":
         return width * (hidden + (queries + 2 * keys) + queries + hidden + 2 * mlp) + 4 * heads
     inputs = 2 * hidden + mlp + 7 * shapes.adapter_rank
-    if options.attention == "fused":  # queries, keys and values for every head, and the result
-        attended = width * 4 * queries
-    else:  # the result twice: per head, and concatenated
-        attended = width * (3 * queries + 2 * keys) + 4 * heads
+    # Queries, keys and values for every head, and the result; or that twice: per head, and concatenated.
+    fused = options.attention == "fused"
+    attended = width * 4 * queries if fused else width * (3 * queries + 2 * keys) + 4 * heads
     normed = queries + keys if "3" in shapes.config.model_type else 0  # Qwen3 and Gemma 3 norm both
     return width * (inputs + 3 * mlp) + attended + 4 * (2 * hidden + normed)
 
