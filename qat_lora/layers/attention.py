@@ -1,10 +1,11 @@
 """Attention that keeps no scores for the backward pass: in tiles of queries on CPUs, in a few large blocks under XLA.
 
 Documents are contiguous and all attention is causal, so one number a token says what it sees: everything from its
-`first` position to its own. A mask of L x L, 4 GB for a row of 32,768, is never made: torch's own kernel, where it is
-used, gets that of a block of queries at a time. Given a 2-D mask or none, transformers would inspect it on the host in
-each forward, which stops an XLA device. So `attention_inputs` builds what every token sees in the graph, from document
-ids; transformers' models pass the numbers on unread, as they have the shape of a finished mask: int32 [B, 1, 1, L].
+`first` position to its own. A mask of L x L, 4 GB for a row of 32,768, is made for dropout and sinks alone: elsewhere
+torch's own kernel, if it is used, gets that of a block of queries at a time. Given a 2-D mask or none, transformers
+would inspect it on the host in each forward, which stops an XLA device. So `attention_inputs` builds what every token
+sees in the graph, from document ids; transformers' models pass the numbers on unread, as they have the shape of a
+finished mask: int32 [B, 1, 1, L].
 
 torch's fused attention for CPUs wants that mask, with which it also multiplies the blocked half of the scores, and keys
 and values repeated for every query head. Here a tile of queries, for all query heads of one key head together, meets
@@ -74,7 +75,7 @@ def tiled_or(otherwise: Callable[..., Any], attention: Callable[..., Tensor] = t
 def library_or_blocked(library: Callable[..., Any]) -> Callable[..., Any]:
     """Return an attention function for transformers: its own, a block of queries at a time, or `blocked_attention`.
 
-    That computes what needs gradients, since every block's mask would be kept for them, and capped scores.
+    The latter computes what needs gradients, since every block's mask would be kept for them, and capped scores.
     """
     blocked = tiled_or(library, blocked_attention)
 
