@@ -75,7 +75,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         runtime.place(model.module)
         if runtime.attention == "tiled":
             model.tile_attention()
-        with stop_signals() as stopped, large_tensors_apart(), exact:
+        with stop_signals() as stopped, large_tensors_apart(16), exact:
             work = Unfinished(out, "layers", len(targets), stopped)
             if work.parts:
                 say(run, f"goes on after {work.parts} of {len(targets)} layers, which an interrupted run finished")

@@ -313,5 +313,4 @@ def _least_squares(q_OI: Tensor, weight_OI: Tensor, importance_OI: Tensor, a_OR:
     gram[:, first, second] = gram[:, second, first] = upper
     ridge = 1e-4 * gram.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(1e-12)
     gram = gram + ridge[:, None, None] * torch.eye(b_RI.shape[0], dtype=q_OI.dtype, device=q_OI.device)
-    right = (importance_OI * q_OI * weight_OI) @ b_RI.T + ridge[:, None] * a_OR
-    return torch.linalg.solve(gram, right)
+    return torch.linalg.solve(gram, (importance_OI * q_OI * weight_OI) @ b_RI.T + ridge[:, None] * a_OR)

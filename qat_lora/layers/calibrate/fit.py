@@ -27,6 +27,7 @@ from qat_lora.quant import initialize
 from qat_lora.quant.gptq import Curvature, cholesky, damped
 from qat_lora.quant.initialize import COMPENSATED, ROUNDS, TWO_SIDED_ROUNDS, Method, QuantizedWeight
 from qat_lora.quant.spec import QuantSpec
+from qat_lora.runtime.host.machine import give_back
 
 TURNS = 3  # of codes and adapter; the fourth changed the objective by less than 1 %
 TURN_ROUNDS = 1  # of descent in a turn; only the turn that is kept is descended to the end
@@ -90,6 +91,7 @@ class _Root(NamedTuple):
     def beyond(self, whole: Tensor, columns: Tensor) -> Tensor:
         """Return the `whole` metric without all but nothing of what it has in the span of columns [n, r]."""
         spanned = self.factor @ torch.linalg.qr(self.factor.T @ columns.to(self.factor.dtype)).Q
+        give_back()
         left = whole.addmm(spanned.float(), spanned.float().T, alpha=-1)
         left.diagonal().add_(float(self.factor.diagonal().square().mean()) * SPAN_FLOOR)
         return left
@@ -236,6 +238,7 @@ class _Solver(NamedTuple):
         vars(self.curvature).pop("inverse_root_LII", None)  # no start follows
         aim, rank = self._stacked(weights_OI), min(self.settings.joint_rank, *weights_OI[0].shape)
         for rounds in [FOLLOWED] * (TWO_SIDED_ROUNDS // FOLLOWED) if rank else [TWO_SIDED_ROUNDS]:
+            give_back()
             costs = [
                 metric.outputs.beyond(g, metric.correction(weight - now.dense(self.spec), rank)[0].b_OR) if rank else g
                 for metric, g, weight, now in zip(metrics, wholes, weights_OI, found, strict=True)

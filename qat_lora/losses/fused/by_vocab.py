@@ -26,8 +26,7 @@ PIECE_BYTES = 2**21  # wide logits that the elementwise passes work on at a time
 
 def vocabulary_serves(task: Task) -> bool:
     """Return whether one softmax serves all terms and the output head is frozen, so that the vocabulary is walked."""
-    one_softmax = len(task.groups) == 1 and not task.groups[0].dense
-    return one_softmax and not (task.wanted.weight or task.wanted.bias)
+    return len(task.groups) == 1 and not task.groups[0].dense and not (task.wanted.weight or task.wanted.bias)
 
 
 def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
