@@ -91,7 +91,7 @@ class _Root(NamedTuple):
     def beyond(self, whole: Tensor, columns: Tensor) -> Tensor:
         """Return the `whole` metric without all but nothing of what it has in the span of columns [n, r]."""
         spanned = self.factor @ torch.linalg.qr(self.factor.T @ columns.to(self.factor.dtype)).Q
-        give_back()
+        give_back()  # before the largest matrix is made
         left = whole.addmm(spanned.float(), spanned.float().T, alpha=-1)
         left.diagonal().add_(float(self.factor.diagonal().square().mean()) * SPAN_FLOOR)
         return left
