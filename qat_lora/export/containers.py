@@ -336,8 +336,7 @@ def k_quant(kind: str, layer: QuantLinear) -> np.ndarray:
     groups, step_bits = spec.groups(layer.in_features), spec.whole_bits
 
     def by_super(name: str, bits: int, count: int) -> np.ndarray:
-        per_row = layer.in_features // SUPER
-        return unpack(stored[name].cpu(), bits, count).reshape(-1, count // per_row).numpy()
+        return unpack(stored[name].cpu(), bits, count).reshape(-1, count * SUPER // layer.in_features).numpy()
 
     codes = by_super("codes", spec.bits, layer.in_features)
     steps, scale = by_super("steps", step_bits, groups), _halves(stored["scale"])

@@ -1,11 +1,10 @@
 """Attention that keeps no scores for the backward pass: in tiles of queries on CPUs, in a few large blocks under XLA.
 
 Documents are contiguous and all attention is causal, so one number a token says what it sees: everything from its
-`first` position to its own. A mask of L x L, 4 GB for a row of 32,768, is made for dropout and sinks alone: elsewhere
-torch's own kernel, if it is used, gets that of a block of queries at a time. Given a 2-D mask or none, transformers
-would inspect it on the host in each forward, which stops an XLA device. So `attention_inputs` builds what every token
-sees in the graph, from document ids; transformers' models pass the numbers on unread, as they have the shape of a
-finished mask: int32 [B, 1, 1, L].
+`first` position to its own. No mask of L x L is made, 4 GB for a row of 32,768: torch's own kernel, where it is used,
+gets that of a block of queries at a time. Given a 2-D mask or none, transformers would inspect it on the host in each
+forward, which stops an XLA device. So `attention_inputs` builds what every token sees in the graph, from document ids;
+transformers' models pass the numbers on unread, as they have the shape of a finished mask: int32 [B, 1, 1, L].
 
 torch's fused attention for CPUs wants that mask, with which it also multiplies the blocked half of the scores, and keys
 and values repeated for every query head. Here a tile of queries, for all query heads of one key head together, meets
@@ -58,16 +57,15 @@ def dense_mask(first_B11L: Tensor, dtype: torch.dtype, rows: slice = slice(None)
 
 
 def tiled_or(otherwise: Callable[..., Any], attention: Callable[..., Tensor] = tiled_attention) -> Callable[..., Any]:
-    """Return an attention function for transformers: ours for first positions, int32, without dropout and sinks."""
+    """Return an attention function for transformers: ours for first positions; ModelError: with dropout or sinks."""
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **others: Any) -> Any:
-        scale, window, softcap = (others.get(name) for name in ("scaling", "sliding_window", "softcap"))
-        is_first = isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int32
-        if is_first and scale is not None and others.get("s_aux") is None and not others.get("dropout"):
-            scores = Scores(scale, window, softcap)
-            return attention(query, key, value, attention_mask[:, 0, 0], scores).transpose(1, 2), None
-        mask = dense_mask(attention_mask, query.dtype) if is_first else attention_mask
-        return otherwise(module, query, key, value, mask, **others)
+        if not isinstance(attention_mask, Tensor) or attention_mask.dtype != torch.int32:
+            return otherwise(module, query, key, value, attention_mask, **others)
+        if others.get("dropout") or others.get("s_aux") is not None:
+            raise ModelError(f"model: attention with dropout or sinks, as of {type(module).__name__}, is not supported")
+        scores = Scores(others["scaling"], others.get("sliding_window"), others.get("softcap"))
+        return attention(query, key, value, attention_mask[:, 0, 0], scores).transpose(1, 2), None
 
     return attend
 

@@ -237,7 +237,7 @@ def _kind(layer: nn.Module) -> Any:
     settings = []
     for path, module in layer.named_modules():
         plain = _plain(module)
-        if any(value for name, value in plain.items() if "dropout" in name) or isinstance(module, nn.Dropout):
+        if any(value for name, value in plain.items() if name == "p" or "dropout" in name):  # p: nn.Dropout's
             return None
         form = "" if not isinstance(module, QuantLinear) or _is_formed(module) else module.extra_repr()
         settings.append((path, type(module).__name__, form, tuple(sorted(plain.items(), key=str))))

@@ -324,6 +324,9 @@ def load_model(
     if device_map is None:  # else accelerate has its hooks in the modules as they are
         split_experts(module)
     module.eval().requires_grad_(False)
+    for part in module.modules():  # no dropout of pre-training, as Granite's of attention: its teacher is read without
+        rates = [name for name, value in vars(part).items() if "dropout" in name and isinstance(value, float)]
+        vars(part).update(dict.fromkeys(rates + ["p"] * isinstance(part, nn.Dropout), 0.0))
     return CausalLM(module, folder, rest=_rest_of(module, folder) if sees(config) else {})
 
 

@@ -167,5 +167,4 @@ def recover_advice(options: RecoverOptions) -> str:
         f"{name} {size / GIB:.2f} GiB" + (f" (try {answers[name]})" if answers.get(name) else "")
         for name, size in sorted(parts.items(), key=lambda part: -part[1])[:3]
     ]
-    total = sum(parts.values()) / GIB
-    return f"This run is estimated to need {total:.2f} GiB, most of it: {'; '.join(lines)}"
+    return f"This run is estimated to need {sum(parts.values()) / GIB:.2f} GiB, most of it: {'; '.join(lines)}"

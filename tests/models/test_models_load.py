@@ -175,6 +175,25 @@ def test_scaled_positions_are_kept_beyond_the_original_length(kind, tiny, tmp_pa
     assert load_model(str(tmp_path / "saved")).config.rope_parameters == reference.config.rope_parameters
 
 
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [("granite", {"attention_dropout": 0.5}), ("phi3 sliding", {"resid_pdrop": 0.5, "attention_dropout": 0.5})],
+)
+def test_dropout_of_pre_training_is_off_while_a_student_trains(family, change, tiny, tmp_path):
+    model = load_model(str(make(tmp_path / "m", family, tiny, **change)))
+    ids, documents = packed_rows()
+    scored = model.hidden(ids, documents)
+    model.module.train()
+    assert torch.equal(model.hidden(ids, documents), scored)
+
+
+@pytest.mark.parametrize("change", [{"s_aux": torch.zeros(4)}, {"dropout": 0.1}])
+def test_attention_with_sinks_or_dropout_is_refused(change):
+    attend, query, first = models.attention.tiled_or(pytest.fail), torch.ones(1, 4, 3, 8), torch.zeros(1, 1, 1, 3).int()
+    with pytest.raises(ModelError, match="dropout or sinks, as of Linear"):
+        attend(torch.nn.Linear(1, 1), query, query, query, first, scaling=1.0, **change)
+
+
 @pytest.mark.parametrize(("family", "kinds"), [("qwen3", "full"), ("gemma2", "capped"), ("gemma3", "mixed")])
 def test_the_library_gets_a_mask_of_a_block_of_queries_at_a_time(family, kinds, tiny, tmp_path, monkeypatch):
     """Windows, capped scores, blocks that do not divide the row: the numbers of one piece, and of our blocks."""

@@ -310,5 +310,4 @@ def forecast(
     place = locate(out)
     rate = batch_rows * fingerprint.length / statistics.median(durations)
     free = place.free_bytes() if isinstance(place, LocalFolder) else None
-    hours = tokens / rate / 3600
-    return Forecast(count, eval_rows, tokens, rate, hours, total_bytes, total_bytes / tokens, free)
+    return Forecast(count, eval_rows, tokens, rate, tokens / rate / 3600, total_bytes, total_bytes / tokens, free)

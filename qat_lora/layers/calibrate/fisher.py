@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 
+from qat_lora.cache.build.topk import draw
 from qat_lora.errors import ConfigError
 from qat_lora.files.folders import ours
 from qat_lora.layers.convert import LM_HEAD, block_of, quant_layers
@@ -203,5 +204,6 @@ def drawn_in_pieces(
 def drawn_log_likelihood(logits_NV: Tensor, generator: torch.Generator) -> Tensor:
     """Return the summed log likelihood of one token per position, drawn from the predictions themselves."""
     log_probs = logits_NV.float().log_softmax(-1)
-    drawn = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator).to(logits_NV.device)
-    return log_probs.gather(1, drawn).sum()
+    uniforms_N12 = torch.rand(len(logits_NV), 1, 2, generator=generator).to(logits_NV.device)
+    drawn_N1 = draw(log_probs.detach(), uniforms_N12).cpu()  # so that under XLA a piece at a time is in memory
+    return log_probs.gather(1, drawn_N1.long().to(logits_NV.device)).sum()
