@@ -113,12 +113,12 @@ def calibration_operations(module: torch.nn.Module, config: Any, options: Quanti
     """Return the operations for a token of a row: for the Fisher information, states and moments."""
     layers, size, fisher = convert.quant_layers(module).values(), widths(config), options.metric == "fisher"
     weights = sum(layer.in_features * layer.out_features for layer in layers)
-    forward = 2 * weights + 2 * config.num_hidden_layers * length * size.queries
-    # Fisher: forward, again in the backward pass, gradients of activations; outputs' moments; logits, their gradient.
+    products, attention = 2 * weights, 2 * config.num_hidden_layers * length * size.queries
+    # Fisher: forward, again in the backward pass, gradients of activations (attention's: 5 products, not 2), outputs.
     outputs = 4 * config.vocab_size * size.hidden + sum(2 * math.prod(kept_shape(x.out_features)) for x in layers)
-    # States: two streams through all of a block, and up to each of its stages; two moments of what each layer reads.
-    inputs = 5 * forward + sum(4 * layer.in_features**2 for layer in layers)
-    return int(inputs + fisher * (3 * forward + outputs))
+    # States: two streams through all of a block, and to each of its stages (three past attention), two moments a layer.
+    inputs = 5 * products + 8 * attention + sum(4 * layer.in_features**2 for layer in layers)
+    return int(inputs + fisher * (3 * products + 4.5 * attention + outputs))
 
 
 def solver_work(module: torch.nn.Module, options: QuantizeOptions, column_passes: int) -> SolverWork:

@@ -65,9 +65,10 @@ def test_passes_over_calibration_text_are_those_that_are_counted(made, tiny, tmp
         call("quantize", options)
     read = [layer.in_features for _, layer in linear_layers(load_model(str(tiny.teacher)).module)]
     moments = options.calibration_rows * 32 * sum(4 * n * n for n in read)
-    scores = 8 * 2 * 2 * 32 * 64 * 32 * options.calibration_rows  # forwards, products, layers, tokens, width, tokens
+    # Forwards (a backward pass is two and a half), products, layers, tokens, width, tokens.
+    scores = 12.5 * 2 * 2 * 32 * 64 * 32 * options.calibration_rows
     planned = plan["calibration_operations"] + plan["operations"] + scores
-    assert counter.get_total_flops() + moments == pytest.approx(planned, rel=0.06)
+    assert counter.get_total_flops() + moments == pytest.approx(planned, rel=0.01)
     assert all(seconds > 0 for seconds in plan["seconds"].values()) and list(plan["seconds"]) == ["this CPU"]
 
 
