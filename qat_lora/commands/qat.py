@@ -71,8 +71,7 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
         full, student = models.pop(), models.pop()
         folder = _start(plan, options, student, full)
         student = None
-        full = full if options.mergeable or "weights" in options.train_parts else None
-        return _train(plan, folder, full, settings)
+        return _train(plan, folder, full if options.mergeable or "weights" in options.train_parts else None, settings)
 
     return complete_run(plan, settings, inputs, work, "model")
 

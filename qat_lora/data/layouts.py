@@ -12,8 +12,7 @@ A chat's tokens have a mask of what the assistant said. Which tokens are the ass
 strings need a list of every model's, and `{% generation %}` blocks, the official way, are missing from most templates.
 So the template itself is asked: the text up to an answer is its rendering of the messages before with a generation
 prompt, the text after it that of the messages with the answer. Both must be beginnings of the whole chat's rendering,
-and that is checked. The whole is tokenised as one text, as in use, and the tokenizer's offsets carry the spans over to
-tokens.
+and that is checked. The whole is tokenised as one text, as in use; the tokenizer's offsets give the spans of tokens.
 
 One exception is known: templates of reasoning models write an (empty) thinking block into the last answer and leave it
 out of earlier ones. An earlier answer's rendering is then the same text without its beginning.
@@ -71,15 +70,13 @@ KNOWN_BY["tokens"] = {"token_ids", "prompt_tokens"}
 
 def layout_of(row: Row) -> str:
     """Tell a row's layout by its fields; chats go before `text`, which is then one model's rendering of the chat."""
-    present = row.load().keys()
-    return next((name for name, fields in KNOWN_BY.items() if fields <= present), "text")
+    return next((name for name, fields in KNOWN_BY.items() if fields <= row.load().keys()), "text")
 
 
 def text_of(row: Row, field: str) -> str:
     """Return a row's text, "" where it is null; TextError if it has no such field, or no text in it."""
     fields = row.load()
-    is_null = field in fields and fields[field] is None
-    return "" if is_null else _text(fields, field, f"text_field: {row.name}")
+    return "" if field in fields and fields[field] is None else _text(fields, field, f"text_field: {row.name}")
 
 
 def weight_of(row: Row, field: str) -> float:
@@ -134,8 +131,7 @@ def title_of(line: str) -> str | None:
 
 def starts_with_title(parts: Iterable[str]) -> bool:
     """Tell whether the first line of a text that is not blank is an article's title."""
-    first = next((line for part in parts for line in part.split("\n") if line.strip()), "")
-    return title_of(first) is not None
+    return title_of(next((line for part in parts for line in part.split("\n") if line.strip()), "")) is not None
 
 
 def articles(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -164,8 +160,7 @@ def encode_chat(tokenizer: Any, messages: list[Message], where: str) -> Iterator
     """Tokenise a chat as a fast tokenizer's template writes it; yield token ids and their mask, in pieces.
 
     The mask is 1 on the tokens that lie wholly in an assistant's answer or in the marker that ends its turn. TextError
-    names `where`: the tokenizer has no chat template, or it refuses the messages, or an answer cannot be told from the
-    rest.
+    names `where`: the tokenizer has no chat template, or refuses the messages, or an answer cannot be told apart.
     """
     if not getattr(tokenizer, "chat_template", None):
         remedy = "take the tokenizer of an instruction-tuned model, or plain text with --format text --text-field FIELD"

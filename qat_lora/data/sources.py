@@ -8,8 +8,7 @@ numbers. Skipped documents are not parsed.
 Of several builders each opens its own files, or row groups where files are few: dealing out documents has n machines
 read, and copy from a bucket, everything. Only a text with fewer of these `units` than builders is dealt out so.
 
-Local text is read with the standard library (Parquet with pyarrow); `datasets` serves the hub and folders that it
-saved.
+Local text is read with the standard library (Parquet with pyarrow); `datasets` serves the hub and its own folders.
 
 Text behind a URL (gs://, s3://, hf://, any file system of fsspec) is copied once, then read as files of this machine.
 Read in place it would be fetched several times, and by every process. A copy is named by the URL and by what the store

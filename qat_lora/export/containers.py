@@ -102,8 +102,7 @@ class Integers(Container):
 
     def from_zero(self) -> Tensor:
         """Return the codes as uint8 from 0 on."""
-        low = 2 ** (self.bits - 1) if self.biases_OG is None else 0
-        return (self.codes_OI.to(torch.int16) + low).to(torch.uint8)
+        return (self.codes_OI.to(torch.int16) + 2 ** (self.bits - 1) * (self.biases_OG is None)).to(torch.uint8)
 
 
 def words(codes_OI: Tensor, bits: int) -> Tensor:

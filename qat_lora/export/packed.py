@@ -44,6 +44,7 @@ from qat_lora.files.checksums import seal
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import block_of, linear_layers, lora_layers, quant_layers
 from qat_lora.layers.experts import has_split_experts, siblings_of
+from qat_lora.layers.lora import of_one_input
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.adapter import CONFIG
 from qat_lora.models.copies import GENERATION, copy_files
@@ -135,7 +136,7 @@ def _compressed_config(module: Any, found: dict[str, Integers]) -> dict[str, Any
 
 def container_notes(module: Any, found: dict[str, Integers]) -> list[str]:
     """Return what a user must know about the folder: what it holds and where it loads."""
-    lines = ["checked with transformers and the compressed-tensors schema; not run in vLLM"]
+    lines = ["checked with transformers, and with 4 bits in vLLM on a CPU", *fused_notes(found)]
     if quant_layers(module).keys() - found.keys():
         lines.append("the quantised output head is written dense: this container packs linear layers inside the model")
     if odd := sorted({integers.bits for integers in found.values()} - set(PORTABLE)):
@@ -145,6 +146,12 @@ def container_notes(module: Any, found: dict[str, Integers]) -> list[str]:
     return lines
 
 
+def fused_notes(found: dict[str, Integers]) -> list[str]:
+    """Return what to know where layers differ that vLLM makes one of."""
+    differ = [names for names in of_one_input(found) if len({(found[n].bits, found[n].group_size) for n in names}) > 1]
+    return [f"vLLM does not load it, since {', '.join(differ[0])} differ: quantise with --for vllm"] if differ else []
+
+
 def plan_gptq(job: ExportJob) -> ExportPlan:
     """Return what writes a student's base in GPTQ's layout and, beside it, its adapter; raises as `to_gptq`."""
     module = job.student.model.module
@@ -152,7 +159,7 @@ def plan_gptq(job: ExportJob) -> ExportPlan:
     config = gptq_config(module, found)
     entries = {"quantization_config": config}
     write = with_adapter(job, lambda out: save_packed(module, found, gptq_tensors, out, job.dtype, lambda _: entries))
-    notes = ["checked with GPTQModel on a CPU; not run in vLLM"]
+    notes = ["checked on a CPU with GPTQModel, and with 4 bits in vLLM", *fused_notes(found)]
     if "dynamic" in config:
         notes.append("layers differ; `dynamic` in config.json names them, for GPTQModel: transformers does not read it")
     else:

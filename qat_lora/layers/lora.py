@@ -10,7 +10,7 @@ times each. Names and files are PEFT's (`models/adapter.py`), so the result load
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +106,13 @@ def _added(y: Tensor, low: Tensor, b_OR: Tensor) -> Tensor:
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+def of_one_input(names: Collection[str]) -> list[tuple[str, ...]]:
+    """Return those of layers that are `TOGETHER`."""
+    paths = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    whole = [tuple(f"{path}.{part}".removeprefix(".") for part in parts) for path in paths for parts in TOGETHER]
+    return [found for members in whole if (found := tuple(name for name in members if name in names))]
+
+
 class SharedInput:
     """Adapters that are called one after the other with one tensor; the first computes for all.
 
@@ -159,10 +166,9 @@ class SharedInput:
 
 def share_inputs(layers: Mapping[str, LoraLinear]) -> None:
     """Let adapters of `TOGETHER` share the product with their input; dropout gives each an input of its own."""
-    for path in dict.fromkeys(name.rpartition(".")[0] for name in layers):
-        for names in TOGETHER:
-            members = [layers[name] for part in names if (name := f"{path}.{part}".removeprefix(".")) in layers]
-            if len(members) > 1 and all(isinstance(member.dropout, nn.Identity) for member in members):
-                shared = SharedInput(members)
-                for member in members:
-                    member.shared = shared
+    for names in of_one_input(layers):
+        members = [layers[name] for name in names]
+        if len(members) > 1 and all(isinstance(member.dropout, nn.Identity) for member in members):
+            shared = SharedInput(members)
+            for member in members:
+                member.shared = shared

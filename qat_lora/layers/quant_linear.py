@@ -151,8 +151,7 @@ class Rounded(Packed):
     def effective(self, layer: QuantLinear) -> Tensor:
         """Return the weight as it rounds now."""
         scale, zero, _ = layer.meaning()
-        weight = self.latent(away_from_zero(scale))
-        return fake_quantize(weight, scale, layer.spec, layer.book(), zero, self.gradient)
+        return fake_quantize(self.latent(away_from_zero(scale)), scale, layer.spec, layer.book(), zero, self.gradient)
 
     def packed_codes(self, layer: QuantLinear) -> Tensor:
         """Return the codes that the weight rounds to now."""

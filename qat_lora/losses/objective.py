@@ -90,8 +90,7 @@ class ObjectiveConfig:
     @property
     def cached_temperatures(self) -> tuple[float, ...]:
         """Temperatures whose normalisers are read: 1 for evaluations, and its own; the exact KL makes its own."""
-        uses = self.kd_weight > 0 and self.estimator != "full"
-        return tuple(sorted({1.0, *self.temperatures})) if uses else (1.0,)
+        return tuple(sorted({1.0, *self.temperatures})) if self.kd_weight > 0 and self.estimator != "full" else (1.0,)
 
     @property
     def temperatures(self) -> tuple[float, ...]:

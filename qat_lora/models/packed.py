@@ -61,8 +61,7 @@ def _gptq(state: Tensors, layer: str, settings: dict[str, Any]) -> Tensor:
         group_I = torch.arange(rows // bits) // (rows // bits // state[part("scales")].shape[0])
     zeros_GO = _codes(state[part("qzeros")], bits).float() + (settings.get("checkpoint_format") != "gptq_v2")
     codes_IO = _codes(state[part("qweight")].T, bits).T.float()
-    steps_IO = state[part("scales")].float()[group_I.long()]
-    return ((codes_IO - zeros_GO[group_I.long()]) * steps_IO).T.contiguous()
+    return ((codes_IO - zeros_GO[group_I.long()]) * state[part("scales")].float()[group_I.long()]).T.contiguous()
 
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in its word each of eight outputs lies

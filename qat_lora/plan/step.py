@@ -174,8 +174,7 @@ def step_time(shapes: Shapes, options: EstimateOptions, device: Device) -> tuple
         chunks, _ = loss_chunks(options, options.batch_size * options.length, shapes.vocab_size)
         kernels = shapes.config.num_hidden_layers * kernels + OTHER_KERNELS + chunks * CHUNK_KERNELS
         limits["kernel launches"] = LAUNCH_S * kernels
-    on_device = sum(max(part.operations / rate, part.bytes / bandwidth) for part in parts)
-    return max(on_device, *limits.values()), limits
+    return max(sum(max(p.operations / rate, p.bytes / bandwidth) for p in parts), *limits.values()), limits
 
 
 def operations(shapes: Shapes, options: EstimateOptions) -> int:

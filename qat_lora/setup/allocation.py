@@ -28,6 +28,7 @@ from qat_lora.layers.calibrate.fit import Metric
 from qat_lora.layers.calibrate.quantize import Work, second_moments
 from qat_lora.layers.convert import LM_HEAD, check_reach, linear_layers, put_quantized
 from qat_lora.layers.experts import has_split_experts
+from qat_lora.layers.lora import of_one_input
 from qat_lora.layers.quant_linear import QuantLinear, embedding_of
 from qat_lora.models.load import CausalLM
 from qat_lora.options import QuantizeOptions
@@ -42,9 +43,9 @@ HEAD_ROWS = 16  # of calibration, on which tables are measured
 
 
 class Choices(NamedTuple):
-    """What the layers of a model may be, in an engine's files."""
+    """What the layers of a model may be, in an engine's files; vLLM fuses those of one input, so they are alike."""
 
-    points: list[tuple[str, QuantSpec, int]]  # layer, format, rank: every format of every layer at all ranks, in order
+    points: list[tuple[tuple[str, ...], QuantSpec, int]]  # layers that are alike, each format of theirs, at all ranks
     bytes_P: np.ndarray
     other_bytes: int  # of all other tensors
     target_bytes: int  # what all shall take together
@@ -69,15 +70,18 @@ def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:
             embedding_of(module, lm_head)
             if not any(re.search(pattern, name) for pattern in options.keep):
                 specs[name] = formats(engine, name, module)
-    points, sizes = list[tuple[str, QuantSpec, int]](), list[int]()
+    points, sizes = list[tuple[tuple[str, ...], QuantSpec, int]](), list[int]()
     least = most = others = other_bytes(engine, module, specs, itemsize)
-    for name, allowed in specs.items():
-        rows, columns = module.get_submodule(name).weight.shape
+    alike = of_one_input(specs) if engine == "vllm" else []
+    for names in [*alike, *((name,) for name in specs if not any(name in names for names in alike))]:
+        shapes = [module.get_submodule(name).weight.shape for name in names]
         first = len(points)
-        for spec in allowed:
-            for rank in range(1 + (0 if LM_HEAD.search(name) else min(options.start_rank, rows, columns))):
-                points.append((name, spec, rank))
-                sizes.append(layer_bytes(engine, spec, rows, columns) + adapter_bytes(engine, rows, columns, rank))
+        for spec in specs[names[0]]:
+            for rank in range(1 + (0 if LM_HEAD.search(names[0]) else min(options.start_rank, *map(min, shapes)))):
+                points.append((names, spec, rank))
+                sizes.append(
+                    sum(layer_bytes(engine, spec, o, i) + adapter_bytes(engine, o, i, rank) for o, i in shapes)
+                )
         least, most = least + min(sizes[first:]), most + max(sizes[first:])
     wanted = target.bytes(sum(p.numel() for p in module.parameters()))
     low, high = math.ceil(least / 1e3) / 1e3, math.floor(most / 1e3) / 1e3
@@ -98,25 +102,26 @@ def measured_costs(
     work: Work,
 ) -> np.ndarray:
     """Return what every point costs, in nats."""
-    most = {name: rank for name, _, rank in found.points}  # the last is the highest
+    most = {name: rank for names, _, rank in found.points for name in names}  # the last is the highest
     ids = "input_ids", "document_ids"
     moments = second_moments(model.module, most, batches, lambda x: model.hidden(*map(x.get, ids)), sensitivity)
-    few, costs = batches[: -(-HEAD_ROWS // len(batches[0]["input_ids"]))], list[Tensor]()
+    few, costs = batches[: -(-HEAD_ROWS // len(batches[0]["input_ids"]))], dict[str, Tensor]()
     for name in tqdm(most, desc="formats and ranks", unit="layer", disable=options.run.quiet):
         kept = work.take(f"allocation-{name}")
-        costs.append(torch.empty(0) if kept is None else kept[0]["costs"])
+        costs[name] = torch.empty(0) if kept is None else kept[0]["costs"]
         linear, curvature = model.module.get_submodule(name), Curvature(moments[name])
-        for spec in dict.fromkeys(spec for layer, spec, _ in found.points if layer == name and kept is None):
+        for spec in dict.fromkeys(spec for names, spec, _ in found.points if name in names and kept is None):
             codes = quantize_weight(linear.weight, spec, "gptq", curvature)
             if name in sensitivity:
                 metric = Metric.of(linear.weight, moments[name], sensitivity[name].outputs_OO.to(linear.weight.device))
                 cost = metric.costs(linear.weight.float() - codes.dense(spec), most[name]).cpu() / 2
             else:
                 cost = _kl_with(model, name, QuantLinear.from_linear(linear, spec, codes), few, runtime)
-            costs[-1] = torch.cat([costs[-1], cost])
+            costs[name] = torch.cat([costs[name], cost])
         if kept is None:
-            work.keep(f"allocation-{name}", {"costs": costs[-1]}, {})
-    return torch.cat(costs).double().numpy()
+            work.keep(f"allocation-{name}", {"costs": costs[name]}, {})
+    alike = dict.fromkeys(names for names, _, _ in found.points)
+    return torch.cat([torch.stack([costs[name] for name in names]).sum(0) for names in alike]).double().numpy()
 
 
 def _kl_with(model: CausalLM, name: str, layer: QuantLinear, batches: Sequence[Batch], runtime: Runtime) -> Tensor:
@@ -131,10 +136,11 @@ def _kl_with(model: CausalLM, name: str, layer: QuantLinear, batches: Sequence[B
 
 def allocated(options: QuantizeOptions, found: Choices, costs_P: np.ndarray) -> tuple[Preset, dict[str, Any]]:
     """Return the cheapest way to store a student within its target, and facts: `adapter_ranks` by layer, `bytes`."""
-    names = [name for name, _, _ in found.points]
-    picked = allocate(names, found.bytes_P, costs_P, found.target_bytes - found.other_bytes)
+    firsts = [names[0] for names, _, _ in found.points]
+    picked = allocate(firsts, found.bytes_P, costs_P, found.target_bytes - found.other_bytes)
     lm_head, groups = None, dict[tuple[str, str, QuantSpec], list[str]]()
-    for name, spec, _ in (found.points[i] for i in picked):
+    points = {name: found.points[i] for i in picked for name in found.points[i][0]}
+    for name, (_, spec, _) in points.items():
         before, number, after = re.split(r"(\d+|$)", name, maxsplit=1)
         if LM_HEAD.search(name):
             lm_head = spec
@@ -143,9 +149,6 @@ def allocated(options: QuantizeOptions, found: Choices, costs_P: np.ndarray) -> 
     rules = [(f"^{before}({'|'.join(numbers)}){after}$", spec) for (before, after, spec), numbers in groups.items()]
     kept: list[tuple[str, QuantSpec | None]] = [(pattern, None) for pattern in options.keep]
     told: dict[str, Any] = {"target": options.target.name, "engine": options.target.engine}
-    told |= {
-        "bytes": found.other_bytes + int(found.bytes_P[picked].sum()),
-        "predicted_kl": float(costs_P[picked].sum()),
-    }
-    ranks = {found.points[i][0]: found.points[i][2] for i in picked}
-    return Preset(options.target.name, (*kept, *rules), lm_head), told | {"adapter_ranks": ranks}
+    told |= {"bytes": found.other_bytes + int(found.bytes_P[picked].sum())}
+    told |= {"predicted_kl": float(costs_P[picked].sum()), "adapter_ranks": {n: p[2] for n, p in points.items()}}
+    return Preset(options.target.name, (*kept, *rules), lm_head), told

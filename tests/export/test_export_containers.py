@@ -9,7 +9,7 @@ from torch import nn
 
 from qat_lora.errors import ConfigError
 from qat_lora.export.containers import as_integers, needed_bits, other_tensors, with_containers
-from qat_lora.export.packed import container_notes, to_integers
+from qat_lora.export.packed import container_notes, fused_notes, to_integers
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.quant.initialize import quantize_weight
 from qat_lora.quant.presets import PRESETS
@@ -91,9 +91,13 @@ def test_a_model_with_those_that_are_not_exact():
     assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
     found = to_integers(model, None)
     assert {integers.bits for integers in found.values()} == {4}  # 3 would do, but 3 is not packed alike everywhere
-    assert container_notes(model, found) == [
-        "checked with transformers and the compressed-tensors schema; not run in vLLM"
+    assert container_notes(model, found) == ["checked with transformers, and with 4 bits in vLLM on a CPU"]
+    four, eight = replace(found["up"], bits=4), replace(found["up"], bits=8)
+    layers = {"mlp.gate_proj": four, "mlp.up_proj": eight, "mlp.down_proj": eight}
+    assert fused_notes(layers) == [
+        "vLLM does not load it, since mlp.gate_proj, mlp.up_proj differ: quantise with --for vllm"
     ]
+    assert not fused_notes(layers | {"mlp.up_proj": four})
     assert math.isclose(found["up"].bits_per_weight, 4 + 16 / 8)
     assert type(with_containers(model, found).up) is QuantLinear
     rounded = with_containers(model, {"up": replace(found["up"], error=0.1)})

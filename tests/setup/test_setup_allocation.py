@@ -18,7 +18,7 @@ from qat_lora.export.gguf_model import gguf_name
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.gguf_header import read_header
 from qat_lora.layers.convert import add_lora, lora_layers, quant_layers
-from qat_lora.layers.lora import LoraConfig
+from qat_lora.layers.lora import LoraConfig, of_one_input
 from qat_lora.models.adapter import STARTS, allocated_ranks, load_starts, save_adapter
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import load_model
@@ -74,6 +74,9 @@ def test_the_bytes_are_those_of_the_files(tiny, tmp_path, engine):
     student = call("quantize", replace(options, target=TargetConfig(engine=engine, target_size=f"{target / 1000:g}kB")))
     result = json.loads((student / "result.json").read_text())
     assert target - STEP < result["bytes"] <= target and result["predicted_kl"] > 0
+    specs = {name: layer.spec for name, layer in quant_layers(load_model(str(student)).module).items()}
+    for names in of_one_input(specs):  # vLLM has one layer of q, k and v, and one of gate and up
+        assert engine != "vllm" or len({(specs[name], result["adapter_ranks"][name]) for name in names}) == 1
     layers = with_its_adapter(student, tmp_path / "adapter")
     ranks = {name: rank for name, rank in result["adapter_ranks"].items() if rank}
     assert {name: len(layer.lora_A) for name, layer in layers.items()} == ranks and len(ranks) > 2

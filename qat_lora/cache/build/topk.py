@@ -129,8 +129,7 @@ def draw_weighted(weights_NV: Tensor, uniforms_ND2: Tensor) -> Tensor:
 def _invert(cumulative: Tensor, uniform_ND: Tensor) -> Tensor:
     """Return the first index at which a cumulative sum [N, 1 or D, n] exceeds a part of its end."""
     # Counted, not searched: every device counts, and no entry without weight is the first to exceed anything.
-    reached = cumulative <= uniform_ND[..., None] * cumulative[..., -1:]
-    return reached.sum(-1).clamp(max=cumulative.shape[-1] - 1)
+    return (cumulative <= uniform_ND[..., None] * cumulative[..., -1:]).sum(-1).clamp(max=cumulative.shape[-1] - 1)
 
 
 def row_uniforms(
@@ -139,8 +138,7 @@ def row_uniforms(
     """Return the random numbers of some rows: float32 [batch_rows, L-1, D, 2] in [0, 1); rows not given get 0.
 
     They depend on the tokens, not on the row's number, since several builders count their own rows, and not on a
-    generator's state, since a resumed build would have to replay it. `name` is of the array that is drawn; `shape` is
-    batch_rows, L and D.
+    generator's state, since a resumed build would have to replay it. `name`: the array's; `shape`: batch_rows, L and D.
     Each of D `stratified` draws is distributed as an independent one, but together they vary less (12 draws: by 43 %):
     the i-th finds its block of tokens by (i + u)/D, its token in it by golden-ratio steps.
     """

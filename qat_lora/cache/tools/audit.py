@@ -117,8 +117,7 @@ def _audit_row(
         if lm_head is not None:
             figures |= _compare_hidden(log_p_NV, hidden.float().cpu(), whole["teacher_hidden"][0, part], lm_head)
         parts.append(figures)
-    counts = whole["target_mask"][0]
-    return {name: torch.cat([p[name] for p in parts]).numpy()[counts] for name in parts[0]}
+    return {name: torch.cat([p[name] for p in parts]).numpy()[whole["target_mask"][0]] for name in parts[0]}
 
 
 def _compare(truth: Sequence[Tensor], vocab_size: int, read: Mapping[str, Tensor], k: int) -> dict[str, Tensor]:

@@ -218,8 +218,7 @@ def remove_first(rows_CV: Tensor, entries: Entries) -> Tensor:
     if entries.high_CEG is None or entries.low_CEW is None:
         return rows_CV.scatter_(1, entries.ids[0], float("-inf"))
     count = entries.ids[0].shape[1]
-    here_CV = _to_dense(entries.high_CEG[:, :count], entries.low_CEW[:, :count])
-    return rows_CV.masked_fill(here_CV > 0, float("-inf"))
+    return rows_CV.masked_fill(_to_dense(entries.high_CEG[:, :count], entries.low_CEW[:, :count]) > 0, float("-inf"))
 
 
 def add(rows_CV: Tensor, entries: Entries, values: Sequence[Tensor]) -> Tensor:
