@@ -1,11 +1,14 @@
-r"""A cache of llama.cpp's server, and one of its binding, against the cache built in-process: KL at equal K, and rates.
+r"""Caches of vLLM's and llama.cpp's servers, and of the latter's binding, against one built in-process: KL, and rates.
 
 Claim: with float32 weights a mean KL of at most 1e-4 between the distributions that the caches hold (top K and tail,
 float64). The teacher goes into a GGUF file by our own export. The server is started here with --llama-server, once as
-it is (keys and values in float16) and once in float32; without the binding in this Python its row is left out.
+it is (keys and values in float16) and once in float32; without the binding in this Python its row is left out. vLLM
+is started by the Python that has it, in float32.
 
     python benchmarks/served_teacher.py --teacher teacher-small --text DIR --llama-server .../llama-server \
         --machine "two cores of ..." --out benchmarks/results/served_teacher.json
+    python benchmarks/served_teacher.py --teacher teacher-small --text DIR --vllm-python .../python \
+        --machine "two cores of ..." --out benchmarks/results/served_teacher_vllm.json
 """
 
 import argparse
@@ -65,25 +68,13 @@ def row(reference: Path, out: Path, seconds: float) -> dict[str, float]:
     return {"mean_kl": values.mean(), "largest_kl": values.max(), "tokens_per_s": ROWS * LENGTH / seconds}
 
 
-def from_server(arguments: argparse.Namespace, file: Path, out: Path, flags: list[str]) -> float:
-    """Start the server, build from it, and stop it; return the seconds of the build."""
-    words = [
-        "-m",
-        str(file),
-        "--port",
-        str(arguments.port),
-        "-np",
-        str(SLOTS),
-        "-c",
-        str(SLOTS * 2 * LENGTH),
-        "-t",
-        "1",
-    ]
-    server = subprocess.Popen([arguments.llama_server, *words, *flags], stderr=subprocess.DEVNULL)
+def from_server(arguments: argparse.Namespace, command: list[str], out: Path) -> float:
+    """Start a server, build from it, and stop it; return the seconds of the build."""
+    server = subprocess.Popen([*command, "--port", str(arguments.port)], stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{arguments.port}"
     try:
         urllib3.PoolManager().request(
-            "GET", f"{url}/health", retries=urllib3.Retry(99, backoff_factor=0.2, backoff_max=1)
+            "GET", f"{url}/health", retries=urllib3.Retry(199, backoff_factor=0.2, backoff_max=1)
         )
         time.sleep(2)  # it answers before the model is loaded
         return build(arguments, out, "--teacher-url", url, "--tokenizer", arguments.teacher)
@@ -92,18 +83,37 @@ def from_server(arguments: argparse.Namespace, file: Path, out: Path, flags: lis
         server.wait()
 
 
+def servers(arguments: argparse.Namespace, file: Path) -> dict[str, list[str]]:
+    """Return what starts each server, without its port, by case."""
+    found = {}
+    if arguments.llama_server:
+        words = [arguments.llama_server, "-m", str(file), "-np", str(SLOTS), "-c", str(SLOTS * 2 * LENGTH), "-t", "1"]
+        found |= {case: [*words, *flags] for case, flags in CASES.items()}
+    if arguments.vllm_python:
+        words = [arguments.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", arguments.teacher]
+        found["vLLM"] = [*words, "--dtype", "float32", "--max-logprobs", str(TOP_K), "--enforce-eager"]
+    return found
+
+
 def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", default=platform.machine(), help="named in the result")
     parser.add_argument("--teacher", required=True, help="a model folder")
     parser.add_argument("--text", required=True, help="text for `cache build --dataset`")
-    parser.add_argument("--llama-server", required=True, help="the program")
+    parser.add_argument("--llama-server", help="the program")
+    parser.add_argument("--vllm-python", help="the Python that has vLLM")
     parser.add_argument("--port", type=int, default=8972)
     parser.add_argument("--out", help="JSON file for the result")
     arguments = parser.parse_args()
-    version = subprocess.run([arguments.llama_server, "--version"], capture_output=True, text=True)
-    versions = {"torch": torch.__version__, "llama-server": (version.stdout + version.stderr).splitlines()[0]}
+    versions = {"torch": torch.__version__}
+    for name, command in {
+        "llama-server": arguments.llama_server and [arguments.llama_server, "--version"],
+        "vLLM": arguments.vllm_python and [arguments.vllm_python, "-c", "import vllm; print(vllm.__version__)"],
+    }.items():
+        if command:
+            told = subprocess.run(command, capture_output=True, text=True)
+            versions[name] = (told.stdout + told.stderr).splitlines()[0]
     cases = {}
     with tempfile.TemporaryDirectory() as name:
         folder, work = Path(arguments.teacher), Path(name)
@@ -112,12 +122,13 @@ def main() -> None:
         build(arguments, work / "first", "--teacher", str(folder))  # imports, and pages of the files
         seconds = build(arguments, reference, "--teacher", str(folder))
         cases["in-process"] = {"tokens_per_s": ROWS * LENGTH / seconds}
-        for case, flags in CASES.items():
-            seconds = from_server(arguments, file, work / case, flags)
+        for case, command in servers(arguments, file).items():
+            seconds = from_server(arguments, command, work / case)
             cases[case] = row(reference, work / case, seconds)
-            cases[case]["requests_per_s"] = int(KDCacheDataset(str(work / case)).rows(range(ROWS))["target_mask"].sum())
-            cases[case]["requests_per_s"] /= seconds
-        if importlib.util.find_spec("llama_cpp"):
+            if case in CASES:  # one request a position
+                asked = int(KDCacheDataset(str(work / case)).rows(range(ROWS))["target_mask"].sum())
+                cases[case]["requests_per_s"] = asked / seconds
+        if arguments.llama_server and importlib.util.find_spec("llama_cpp"):
             import llama_cpp
 
             versions["llama-cpp-python"] = llama_cpp.__version__
@@ -125,7 +136,10 @@ def main() -> None:
             seconds = build(arguments, out, "--teacher", str(file), "--tokenizer", str(folder))
             cases["binding"] = row(reference, out, seconds)
     result = {"date": time.strftime("%Y-%m-%d"), "machine": arguments.machine, "versions": versions}
-    result |= {"shape": f"{ROWS} rows of {LENGTH}, K = {TOP_K}, {SLOTS} slots", "cases": cases}
+    result |= {
+        "shape": f"{ROWS} rows of {LENGTH}, K = {TOP_K}" + f", {SLOTS} slots" * bool(arguments.llama_server),
+        "cases": cases,
+    }
     text = json.dumps(result, indent=1)
     print(text)
     if arguments.out:
