@@ -37,8 +37,7 @@ and, where the cache was built with them:
 * `weights` f32 [B, L-1]: how much each position counts in the loss, 0 or more; 1 where there are none
 * `entropy` f32 [B, 1] (`--row-codec lzma --top-k 0`): the teacher's mean entropy in a row, weighted as its positions
 * `teacher_hidden` f16 (float32 after `Runtime.feed`) [B, L-1, H] (`--hidden`): the teacher's last hidden states; its
-  output head comes from `KDCacheDataset.teacher_lm_head`. A cache built with `--top-k 0` has these and no head, `lse`
-  or `log_tail`
+  output head comes from `KDCacheDataset.teacher_lm_head`. With `--top-k 0` there is no head, `lse` or `log_tail`
 
 Rows of padding have `target_mask` 0 everywhere, a uniform teacher, draws of 0 and hidden states of 0.
 """

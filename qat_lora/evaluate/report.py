@@ -6,8 +6,7 @@ not in a footnote, since numbers travel and footnotes do not.
 Pictures have a panel for each question, a model in the same colour in all, the teacher in grey. Bars lie, so that names
 of any length can be read; error bars are the bootstrap's 95 %. The HTML page needs no other file, for whoever is sent
 it: pictures inlined, no script. It reads on a telephone: tables scroll in their own boxes, text of the models wraps,
-samples stand side by side where there is room. Its picture of size and KL is SVG, so that its labels keep their size
-when the page narrows.
+samples stand side by side where there is room. Labels of its picture of size and KL, an SVG, keep their size.
 """
 
 import base64

@@ -13,8 +13,7 @@ Source: AutoGPTQ's `pack`, which GPTQModel's `pack_original` keeps. (`models/pac
 
 MLX, with the adapter in `adapters/`, holds w = q s + b: codes q from 0, a float16 step s and bias b of every 32, 64 or
 128 inputs. Integer codes have b = -2^(bits-1) s, a float16 whenever s is: exact. Other biases are rounded to float16,
-by 2^-11 of themselves or less, which is measured with the rest. Groups of other sizes, tables and low-rank scales are
-rounded again.
+by 2^-11 of themselves or less, which is measured with the rest. Other groups, tables, low-rank scales: rounded again.
 
 MLX computes in the type of the activations, float16 here, but for the last norm: float32, and so are the logits. The
 tensors are written from torch: mlx's `quantize` would choose steps of its own. A tied embedding is stored once, and

@@ -2,8 +2,7 @@
 
 Every command claims its output folder with the settings that decide the content, and locks it while it writes. The same
 settings again mean "resume" or "already there"; other settings, and a second process, are refused. Only `--overwrite`
-removes anything: the files listed by an earlier run of the same command (`files/folders.py`), and nothing at all if an
-input is among them.
+removes anything: the files listed by an earlier run of the same command (`files/folders.py`), none if one is an input.
 """
 
 import contextlib

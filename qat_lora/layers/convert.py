@@ -158,8 +158,7 @@ def add_lora(
 ) -> dict[str, LoraLinear]:
     """Put an adapter on every target layer, quantised or not, freeze everything else, and return the adapters.
 
-    Layers without a `start` start with no correction. `ranks` are of the only layers that get an adapter; all scale by
-    the config's alpha over its rank.
+    Without a `start` a layer has no correction. `ranks`: the only layers with adapters; all scale by alpha / rank.
 
     ConfigError: the target pattern matches nothing, or is no regular expression; a rank beyond a layer's size.
     ModelError: the model has adapters already, or lacks a layer that a start is for.

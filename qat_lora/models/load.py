@@ -3,8 +3,7 @@
 With `hf_quantizer` the only module that imports transformers. Two decisions are made here:
 
 * A name is first turned into a local folder (downloaded from the Hub where it is none), so every later step, loading
-  and hashing alike, sees files. A missing or unexpected tensor is an error: transformers only warns and fills the gap
-  with random numbers.
+  and hashing alike, sees files. A missing or unexpected tensor is an error: transformers warns and makes random ones.
 * Attention masks are built here (`layers/attention.py`) from document ids, or packed documents would see each other.
 """
 

@@ -17,7 +17,7 @@ from qat_lora.models.load import cast
 from qat_lora.options import EstimateOptions, QuantizeOptions
 from qat_lora.plan.devices import Device, likely
 from qat_lora.plan.memory import GIB, IMPORTS_BYTES, meta_model
-from qat_lora.plan.step import widths
+from qat_lora.plan.step import token_share, widths
 from qat_lora.plan.training import device_of
 from qat_lora.quant.gptq import BLOCK
 from qat_lora.quant.initialize import COMPENSATED, GROUPS, ROUNDS, TWO_SIDED_ROUNDS
@@ -111,13 +111,15 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
 
 def calibration_operations(module: torch.nn.Module, config: Any, options: QuantizeOptions, length: int) -> int:
     """Return the operations for a token of a row: for the Fisher information, states and moments."""
-    layers, size, fisher = convert.quant_layers(module).values(), widths(config), options.metric == "fisher"
-    weights = sum(layer.in_features * layer.out_features for layer in layers)
-    products, attention = 2 * weights, 2 * config.num_hidden_layers * length * size.queries
+    size, fisher = widths(config), options.metric == "fisher"
+    layers = [(layer, token_share(module, config, name)) for name, layer in convert.quant_layers(module).items()]
+    products = 2 * sum(share * layer.in_features * layer.out_features for layer, share in layers)
+    attention = 2 * config.num_hidden_layers * length * size.queries
     # Fisher: forward, again in the backward pass, gradients of activations (attention's: 5 products, not 2), outputs.
-    outputs = 4 * config.vocab_size * size.hidden + sum(2 * math.prod(kept_shape(x.out_features)) for x in layers)
+    of_outputs = sum(2 * share * math.prod(kept_shape(layer.out_features)) for layer, share in layers)
+    outputs = 4 * config.vocab_size * size.hidden + of_outputs
     # States: two streams through all of a block, and to each of its stages (three past attention), two moments a layer.
-    inputs = 5 * products + 8 * attention + sum(4 * layer.in_features**2 for layer in layers)
+    inputs = 5 * products + 8 * attention + sum(4 * share * layer.in_features**2 for layer, share in layers)
     return int(inputs + fisher * (3 * products + 4.5 * attention + outputs))
 
 

@@ -13,13 +13,13 @@ too fast. So a step is cut into parts that run one after another, each of which 
 its bytes, at the share of the device's rate that is reached. Meanwhile the host launches kernels (CUDA) or traces the
 graph (XLA): the step takes the longer of device and host. Bytes are those of fused code: a kernel reads what it needs
 and writes its result once. Backward, a tensor's gradient moves as the tensor did, and elementwise work is done again
-(`runtime/xla/loop.py`, compiled layers on CUDA). Not in it: exchanges between chips, the optimizer (some thousandths),
-compiling, reading data.
+(`runtime/xla/loop.py`, compiled layers on CUDA). Not in it: exchanges between chips, optimizer, compiling, reading.
 
 `benchmarks/estimate.py` and `tests/plan/test_plan_roofline.py` compare both with measured peaks and compilers' counts.
 Source: Williams, Waterman, Patterson (2009), "Roofline: an insightful visual performance model".
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -91,6 +91,13 @@ class Part(NamedTuple):
 
     operations: float
     bytes: float
+
+
+def token_share(module: nn.Module, config: Any, name: str) -> float:
+    """Return the share of tokens that a layer computes: of an expert's, those that choose it."""
+    found = re.match(r"(.*\bexperts)\.\d+\.", name)
+    experts = len(module.get_submodule(found[1])) if found else 1  # type: ignore[arg-type]
+    return getattr(config, "num_experts_per_tok", experts) / experts if found else 1.0
 
 
 def widths(config: Any) -> Widths:
@@ -191,8 +198,10 @@ def step_parts(shapes: Shapes, options: EstimateOptions) -> dict[str, Part]:
     width, size, back = DTYPES[options.run.dtype].itemsize, widths(shapes.config), int(shapes.passes > 1)
     passes = shapes.passes + back * options.gradient_checkpointing
     output = shapes.module.get_output_embeddings()
-    linear = [m for m in shapes.module.modules() if isinstance(m, nn.Linear) and m is not output]
-    weights = sum(m.in_features * m.out_features for m in linear)
+    named = [(n, m) for n, m in shapes.module.named_modules() if isinstance(m, nn.Linear) and m is not output]
+    linear = [(m, 1 if options.attention == "xla" else token_share(shapes.module, shapes.config, n)) for n, m in named]
+    weights = sum(m.in_features * m.out_features for m, _ in linear)
+    computed = sum(share * m.in_features * m.out_features for m, share in linear)
     adapted = sum(x.base.in_features + 2 * x.base.out_features for x in lora_layers(shapes.module).values())
     trains = sum(shapes.quantised) if shapes.weight_gradients else 0
     formed = trains * (2 * (4 + width) + 12)  # codes read and weights written, twice; a gradient, and its reduction
@@ -202,10 +211,10 @@ def step_parts(shapes: Shapes, options: EstimateOptions) -> dict[str, Part]:
     elementwise = 9 * size.hidden + 2 * (size.queries + size.keys) + 3 * size.mlp
     chunks, _ = loss_chunks(options, tokens, shapes.vocab_size)
     lm_head = shapes.vocab_size * size.hidden
-    moved = sum(m.in_features + m.out_features for m in linear)
+    moved = sum(share * (m.in_features + m.out_features) for m, share in linear)
     factors = sum(p.numel() for p in shapes.adapter)
     parts = {"elementwise": Part(0, (1 + 2 * back) * tokens * layers * width * elementwise)}
-    products = 2 * tokens * (passes * weights + trains), width * passes * (weights + tokens * moved) + formed
+    products = 2 * tokens * computed * (passes + trains / weights), width * passes * (weights + tokens * moved) + formed
     adapters = 2 * tokens * (passes + 1) * factors, width * passes * tokens * adapted
     scores = (passes + back) * width * 2 * (size.queries + size.keys)
     # Logits are written and read twice, their gradient written and read.

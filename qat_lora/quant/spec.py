@@ -29,15 +29,12 @@ class QuantSpec:
         bits: bits of a code, 2 to 8.
         code: `half` = {+-1/2, +-3/2, ...}, balanced and without a zero; `integer` = {-2^(b-1) .. 2^(b-1)-1};
             `asymmetric` = {-z .. 2^b-1-z} with a zero point z of `bits` bits for every scale; `minimum` = {0 .. 2^b-1},
-            less a float for every group (only with `step_bits`); `lut` = a table of 2^bits values, stored per layer,
-            free to train.
+            less a float for every group (only with `step_bits`); `lut` = a trainable table of 2^bits values a layer.
         sharing: what shares a scale: the whole `tensor`, an output `channel`, a `group` of consecutive inputs of
             one channel, or nothing (`lowrank`: S = A B, every entry its own scale from two thin factors).
-        group_size: inputs of a group; the last group of a row may be shorter. With `lowrank`, the group whose
-            scales A B starts from.
+        group_size: inputs of a group, or of fewer at a row's end. With `lowrank`, A B starts from such groups' scales.
         rank: columns of A, with `lowrank`.
-        table: what a `lut` starts from: the `even` spread over [-1, 1], or quantiles of the `normal` distribution
-            with an exact zero.
+        table: what a `lut` starts from: `even` values in [-1, 1], or `normal` quantiles with an exact zero.
         signed: a scale may be negative, with `integer` codes by group.
         step_bits: bits of a group's step: scale (and minimum) of a group are this whole number times a float16 number
             of `SUPER` inputs; signed with `integer` codes, from 0 with `minimum`.

@@ -4,12 +4,16 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from toy_mixture import make_mixture
 
 from benchmarks.compiled import QWEN3_06B
+from qat_lora.layers.experts import split_experts
 from qat_lora.options import EstimateOptions, RunConfig
 from qat_lora.plan.devices import named
 from qat_lora.plan.memory import forecast, skeleton
-from qat_lora.plan.step import Shapes, operations, step_parts
+from qat_lora.plan.step import Shapes, operations, step_parts, token_share
 
 GB, TERA = 1e9, 1e12
 
@@ -90,3 +94,23 @@ def test_wider_numbers_and_more_work_are_never_faster(qwen, place):
 def test_chips_add_up_and_do_not_hurry_each_other(qwen):
     one, four = there(qwen, "v6e-1"), there(qwen, "v6e-4")
     assert four["tokens_per_s"] == pytest.approx(4 * one["tokens_per_s"]) and four["hours"] == one["hours"]
+
+
+def test_the_products_of_a_mixture_are_those_of_the_experts_that_tokens_choose():
+    model = make_mixture("Qwen3Moe")
+    split_experts(model)
+    experts, chosen = len(model.model.layers[0].mlp.experts), model.config.num_experts_per_tok
+    assert token_share(model, model.config, "model.layers.1.mlp.experts.3.up_proj.base") == chosen / experts < 1
+    run = RunConfig(dtype="float32")
+    options = EstimateOptions(model="toy", batch_size=4, length=32, attention="tiled", head_k=0, run=run)
+    products = step_parts(Shapes(model.config, model, {}, 0, False, 0, passes=1), options)["products"].operations
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(128).remainder(model.config.vocab_size).view(4, 32))
+    of_head = 2 * 128 * model.config.vocab_size * model.config.hidden_size
+    scores = sum(
+        n for name, n in counter.get_flop_counts()["Global"].items() if "bmm" in str(name) or "scaled" in str(name)
+    )
+    found = counter.get_total_flops() - of_head - scores
+    assert found == pytest.approx(products, rel=0.02)  # routers are none of them
+    every = step_parts(Shapes(model.config, model, {}, 0, False, 0, passes=1), replace(options, attention="xla"))
+    assert every["products"].operations > 1.5 * products  # in XLA's one program each expert computes all

@@ -211,8 +211,7 @@ def export_parquet(
     float16, or float32 where the cache stores it as uint8 codes), `lse` and `log_tail` float32 [L-1], with `lse@2` and
     so on for other temperatures; where the cache has them `tail_draw_ids` and `draw_ids` int32 [L-1, D],
     `weights` float16 [L-1] and `teacher_hidden` float16 [L-1, H]. The log-probability of an entry is `head_logits` / T
-    - `lse`. The file's metadata holds the fingerprint as JSON; the teacher's LM head is not copied: it is in the
-    cache's folder.
+    - `lse`. The file's metadata holds the fingerprint as JSON; the teacher's LM head stays in the cache's folder.
 
     CacheError: no finished cache, a split without rows; CacheDamaged: a shard is not what was written; no file is left;
     OutputExistsError: there is a file of that name; MissingExtraError: pyarrow is not installed.

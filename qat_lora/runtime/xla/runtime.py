@@ -7,8 +7,7 @@ XLA traces what is called and compiles it at a sync; a graph that was seen befor
 every micro-batch and `step_end` after the optimizer, so a step is two kinds of graph whatever the accumulation count.
 Without the sync before the optimizer, one graph would hold the whole accumulation; with syncs only between
 micro-batches, the large one would be compiled twice. The counts hold if the caller keeps gradients as zeroed tensors
-(`zero_grad(set_to_none=False)`, before the first step as well), makes the optimizer's state before the first step, and
-never changes a shape.
+(`zero_grad(set_to_none=False)`, before the first step too), makes the optimizer's state before it, and keeps shapes.
 """
 
 import contextlib
