@@ -125,7 +125,7 @@ def _plan(
     for there in devices.values():
         there |= {name: passes * there[name] for name in ("hours", "usd")}
         there["tokens_per_s"] = there["tokens_per_s"] / passes if passes else 0
-        there["hours"] += 0 if passes else WRITE_S * found["parameters"] / 3600
+        there["hours"] += WRITE_S * found["parameters"] * ("tables" in sizes) / 3600  # an export's files
         there |= needing(total, there["memory_bytes"])
     rows = asked.max_steps * asked.batch_size * replicas
     report = {"model": asked.model, "parameters": found["parameters"], "passes": passes, "rows": rows}
