@@ -9,8 +9,7 @@ queries and keys are reordered; Gemma's norms multiply by 1 + w, and GGUF has th
 llama.cpp shall make the same tokens of a text. Of byte-level BPE it knows splitting rules by name, and a wrong name
 gives other tokens without a warning. Of SentencePiece it wants a score for each token and joins the two neighbours
 whose joint token scores highest, where a tokenizer.json lists joins in order of rank; scores are found back from ranks,
-which is possible where that list names every way to split a token, as those made from a SentencePiece model do. What is
-not recognised is refused.
+which is possible where that list names every way to split a token, as SentencePiece's do. All else is refused.
 """
 
 import json

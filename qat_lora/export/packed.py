@@ -135,7 +135,7 @@ def _compressed_config(module: Any, found: dict[str, Integers]) -> dict[str, Any
 
 def container_notes(module: Any, found: dict[str, Integers]) -> list[str]:
     """Return what a user must know about the folder: what it holds and where it loads."""
-    lines = ["checked with transformers, and with 4 bits in vLLM on a CPU", *fused_notes(found)]
+    lines = ["checked with transformers, and with 4 bits in vLLM on a CPU", *fused_notes(module, found)]
     if quant_layers(module).keys() - found.keys():
         lines.append("the quantised output head is written dense: this container packs linear layers inside the model")
     if odd := sorted({integers.bits for integers in found.values()} - set(PORTABLE)):
@@ -145,9 +145,11 @@ def container_notes(module: Any, found: dict[str, Integers]) -> list[str]:
     return lines
 
 
-def fused_notes(found: dict[str, Integers]) -> list[str]:
-    """Return what to know where layers differ that vLLM makes one of."""
-    differ = [names for names in of_one_input(found) if len({(found[n].bits, found[n].group_size) for n in names}) > 1]
+def fused_notes(module: Any, found: dict[str, Integers]) -> list[str]:
+    """Return what to know where layers, packed or dense, differ that vLLM makes one of."""
+    forms = dict.fromkeys(name for name, _ in linear_layers(module))
+    forms |= {name: (integers.bits, integers.group_size) for name, integers in found.items()}
+    differ = [names for names in of_one_input(forms) if len({forms[name] for name in names}) > 1]
     return [f"vLLM does not load it, since {', '.join(differ[0])} differ: quantise with --for vllm"] if differ else []
 
 
@@ -158,7 +160,7 @@ def plan_gptq(job: ExportJob) -> ExportPlan:
     config = gptq_config(module, found)
     entries = {"quantization_config": config}
     write = with_adapter(job, lambda out: save_packed(module, found, gptq_tensors, out, job.dtype, lambda _: entries))
-    notes = ["checked on a CPU with GPTQModel, and with 4 bits in vLLM", *fused_notes(found)]
+    notes = ["checked on a CPU with GPTQModel, and with 4 bits in vLLM", *fused_notes(module, found)]
     if "dynamic" in config:
         notes.append("layers differ; `dynamic` in config.json names them, for GPTQModel: transformers does not read it")
     else:

@@ -94,10 +94,10 @@ def test_a_model_with_those_that_are_not_exact():
     assert container_notes(model, found) == ["checked with transformers, and with 4 bits in vLLM on a CPU"]
     four, eight = replace(found["up"], bits=4), replace(found["up"], bits=8)
     layers = {"mlp.gate_proj": four, "mlp.up_proj": eight, "mlp.down_proj": eight}
-    assert fused_notes(layers) == [
-        "vLLM does not load it, since mlp.gate_proj, mlp.up_proj differ: quantise with --for vllm"
-    ]
-    assert not fused_notes(layers | {"mlp.up_proj": four})
+    notes = ["vLLM does not load it, since mlp.gate_proj, mlp.up_proj differ: quantise with --for vllm"]
+    assert fused_notes(model, layers) == notes and not fused_notes(model, layers | {"mlp.up_proj": four})
+    model.mlp = nn.ModuleDict({"gate_proj": nn.Linear(2, 2), "up_proj": nn.Linear(2, 2)})
+    assert fused_notes(model, {"mlp.gate_proj": four}) == notes and not fused_notes(model, {})  # dense beside packed
     assert math.isclose(found["up"].bits_per_weight, 4 + 16 / 8)
     assert type(with_containers(model, found).up) is QuantLinear
     rounded = with_containers(model, {"up": replace(found["up"], error=0.1)})

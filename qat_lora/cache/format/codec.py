@@ -119,8 +119,7 @@ def encode_rows(rows: Arrays, fingerprint: Fingerprint) -> Arrays:
     every temperature; where the cache holds them `tail_draw_ids` and `draw_ids` int [n, L-1, D] and `teacher_hidden`
     float [n, L-1, H].
 
-    CacheError: an array of another shape, an id outside the vocabulary, a teacher that gave NaN, hidden states
-        that float16 cannot hold.
+    CacheError: an array of another shape, an id outside the vocabulary, NaN, hidden states beyond float16.
     """
     held = fingerprint.contents
     n = len(rows["input_ids"])
