@@ -1,6 +1,7 @@
 """`benchmarks/consumers.py` on a small student: every engine that is installed reads every form.
 
-llama.cpp and mlx-lm are in a Python of their own (`make engines`), GPTQModel in one that `QAT_LORA_GPTQ` names.
+llama.cpp and mlx-lm are in a Python of their own (`make engines`), GPTQModel in one that `QAT_LORA_GPTQ` names,
+vLLM for CPUs in that of `QAT_LORA_VLLM`.
 """
 
 import json
@@ -15,6 +16,7 @@ from toy_pipeline import cache_options, call, quantize_options, recover_options
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES = {"llama": "QAT_LORA_ENGINES", "mlx": "QAT_LORA_ENGINES", "gptq": "QAT_LORA_GPTQ"}
+ENGINES |= {"vllm": "QAT_LORA_VLLM"}
 PYTHONS = {engine: os.environ[name] for engine, name in ENGINES.items() if Path(os.environ.get(name, "")).is_file()}
 
 
@@ -26,7 +28,7 @@ def most(consumer: str, compared: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("llama" not in PYTHONS, reason="no engines: make engines, QAT_LORA_ENGINES names their Python")
+@pytest.mark.skipif(not PYTHONS, reason="no engines: make engines, QAT_LORA_ENGINES names their Python")
 def test_every_engine_reads_what_we_write(wide, tmp_path):
     cache = call("build_cache", cache_options(wide, tmp_path / "cache"))
     student = call("quantize", quantize_options(wide, tmp_path / "student", cache, preset="q2_0"))
@@ -42,4 +44,5 @@ def test_every_engine_reads_what_we_write(wide, tmp_path):
     missed = [row for row in wrong if row.get("difference", 1.0) <= most(row["consumer"], row.get("compared", ""))]
     assert wrong == missed, done.stdout + done.stderr
     read = {re.split(",| \\+", row["consumer"])[0] for row in rows if row["verdict"] == "ok"}
-    assert read >= {"llama.cpp", "PEFT", "transformers", "gguf reader"} | ({"mlx-lm"} if "mlx" in PYTHONS else set())
+    names = {"llama": "llama.cpp", "mlx": "mlx-lm", "vllm": "vLLM", "gptq": "PEFT"}
+    assert read >= {"PEFT", "transformers", "gguf reader"} | {names[engine] for engine in PYTHONS}
