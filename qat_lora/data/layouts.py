@@ -70,7 +70,8 @@ KNOWN_BY["tokens"] = {"token_ids", "prompt_tokens"}
 
 def layout_of(row: Row) -> str:
     """Tell a row's layout by its fields; chats go before `text`, which is then one model's rendering of the chat."""
-    return next((name for name, fields in KNOWN_BY.items() if fields <= row.load().keys()), "text")
+    present = row.load().keys()
+    return next((name for name, fields in KNOWN_BY.items() if fields <= present), "text")
 
 
 def text_of(row: Row, field: str) -> str:

@@ -2,8 +2,7 @@
 
 KL and perplexity look one token ahead along a given text. A student can be near its teacher there and still, left to
 itself, fall into a loop; distillation restores the one before the other. So all models continue the same prompts
-greedily and are compared with the *teacher's* continuations: greedy text of small models repeats itself anyway, and
-only the difference is damage.
+greedily and are compared with the *teacher's* continuations: small models repeat themselves without damage, too.
 
 All prompts have one length and are one batch, and the position is data: two graphs on XLA (`models/kv_cache.py`).
 """

@@ -93,7 +93,7 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     held = report["weights_bytes"] * (device != "cpu")
     if options.init in COMPENSATED:
         work = solver_work(module, options, COLUMN_PASSES.get(device, 2))
-        passes = tokens * calibration_operations(module, size, options, length)
+        passes = tokens * calibration_operations(module, size, options, length, device)
         rate = 1e12 * EstimateOptions.utilisation
         chips = {chip.name: chip for chip in likely(device, 1)}
         seconds = {name: passes / (chip.tflops * rate) + work.seconds(chip) for name, chip in chips.items()}
@@ -109,18 +109,19 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     return DryRun(report, text, Requirements("this quantisation", own + held, own, disk))
 
 
-def calibration_operations(module: torch.nn.Module, config: Any, options: QuantizeOptions, length: int) -> int:
+def calibration_operations(module: Any, config: Any, options: QuantizeOptions, length: int, device: str) -> int:
     """Return the operations for a token of a row: for the Fisher information, states and moments."""
-    size, fisher = widths(config), options.metric == "fisher"
-    layers = [(layer, token_share(module, config, name)) for name, layer in convert.quant_layers(module).items()]
+    size, named = widths(config), convert.quant_layers(module)
+    whole = device in COLUMN_PASSES  # under XLA each expert computes every token
+    layers = [(layer, 1 if whole else token_share(module, config, name)) for name, layer in named.items()]
     products = 2 * sum(share * layer.in_features * layer.out_features for layer, share in layers)
     attention = 2 * config.num_hidden_layers * length * size.queries
     # Fisher: forward, again in the backward pass, gradients of activations (attention's: 5 products, not 2), outputs.
-    of_outputs = sum(2 * share * math.prod(kept_shape(layer.out_features)) for layer, share in layers)
-    outputs = 4 * config.vocab_size * size.hidden + of_outputs
+    outputs = 4 * config.vocab_size * size.hidden
+    outputs += sum(2 * share * math.prod(kept_shape(layer.out_features)) for layer, share in layers)
     # States: two streams through all of a block, and to each of its stages (three past attention), two moments a layer.
     inputs = 5 * products + 8 * attention + sum(4 * share * layer.in_features**2 for layer, share in layers)
-    return int(inputs + fisher * (3 * products + 4.5 * attention + outputs))
+    return int(inputs + (options.metric == "fisher") * (3 * products + 4.5 * attention + outputs))
 
 
 def solver_work(module: torch.nn.Module, options: QuantizeOptions, column_passes: int) -> SolverWork:

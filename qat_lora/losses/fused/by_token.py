@@ -2,8 +2,7 @@
 
 A chunk's logits become its loss and its gradients on the spot. On GPUs and XLA this is also the faster walk. On XLA the
 chunks are one loop in the graph (`runtime/xla/loop.py`), all of one shape, the last filled with masked positions; and
-each takes its part of *every* row of text: where rows are spread over devices, consecutive positions would lie on one
-of them and be sent to the others.
+each takes its part of *every* row of text: where rows are spread over devices, consecutive positions lie on one alone.
 
 Numerical core, see `_sparse_group`: the top-K logits are taken out *before* the exponential, so the tail is summed on
 its own scale. log(1 - b) is then accurate at any size; 1 - Σ p would be noise below 1e-7.
