@@ -129,8 +129,8 @@ def operations(shape: Shape, solvers: int) -> dict[str, int]:
         # frozen but whose scales' gradients are sums of them. The frozen head: logits once, gradients of activations.
         "recover": shape.forward(trained, 4, logits=False) + 4 * trained * shape.vocab * shape.hidden,
         "eval": shape.forward(scored, 2),
-        # What the head reads, then the student and what the container holds, to score the rounding of the embedding.
-        "export": shape.forward(exported, 3, logits=False) + 4 * exported * shape.vocab * shape.hidden,
+        # The student, whose states also weigh the head's errors, and what the container holds.
+        "export": shape.forward(exported, 2),
     }
 
 

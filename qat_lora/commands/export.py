@@ -9,6 +9,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from qat_lora.errors import ConfigError, QatLoraError
 from qat_lora.evaluate.report import save_json
 from qat_lora.evaluate.score import measure
 from qat_lora.export.card import Card, cache_of_run, labelled, model_card, read_origin, read_scores
-from qat_lora.export.containers import Container, head_importance, with_containers
+from qat_lora.export.containers import head_importance, with_containers
 from qat_lora.export.forms import FORMS, SEEING, ExportJob, ExportPlan, display_name, usage
 from qat_lora.export.hub import check_repo, files_to_upload, upload, upload_summary
 from qat_lora.files import outputs
@@ -58,11 +59,12 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     scores = None if options.scores is None else read_scores(options.scores)
     dtype = (FORMS[options.form].dtype or stored_dtype(base)) if options.dtype == "auto" else options.dtype
     rows = functools.cache(lambda: _text_rows(options, student, adapter, tokenizer))
+    states: list[Tensor] = []  # [B, L, H] of every batch, where `importance` has computed them
 
     def importance() -> Tensor:
         runtime.place(module)
         bar: dict[str, Any] = {"desc": "hidden states", "unit": "batch", "total": len(rows()[1]), "disable": run.quiet}
-        found = head_importance(student.model, tqdm(runtime.feed(rows()[1]), **bar) if rows()[0] else None)
+        found = head_importance(student.model, tqdm(runtime.feed(rows()[1]), **bar) if rows()[0] else None, states)
         module.to("cpu")
         return found
 
@@ -78,7 +80,7 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
         result = _measure(plan, quant_layers(module))
         if result.get("kl_of_rounding") and rows()[0]:
             held = {**plan.containers, **plan.tables}
-            result |= _rounding_kl(student.model, held, rows()[1], run.quiet, runtime)
+            result |= _rounding_kl(student.model, held, rows()[1], states, run.quiet, runtime)
             result["measured_on"] += f" of {rows()[0]}"
         with moved_into(out) as draft:
             plan.write(draft)
@@ -153,14 +155,15 @@ def _sizes(draft: Path, weights: int) -> dict[str, Any]:
 
 
 def _rounding_kl(
-    model: CausalLM, found: Mapping[str, Container | None], batches: list[Batch], quiet: bool, runtime: Runtime
+    model: CausalLM, found: Mapping[str, Any], batches: list[Batch], states: list[Tensor], quiet: bool, runtime: Runtime
 ) -> dict[str, Any]:
-    """Return the mean KL(student || what the container holds), adapter on both sides, in nats."""
+    """Return the mean KL(student || what the container holds), adapter on both sides, in nats; takes known `states`."""
+    known: Any = SimpleNamespace(vocab_size=model.vocab_size, logits=model.logits, hidden=lambda *_: states.pop(0))
     rounded = replace(model, module=with_containers(model.module, found))
     for placed in (model, rounded):
         runtime.place(placed.module)
-    fed, piece_bytes = runtime.feed(batches), runtime.piece_bytes
-    tallies = measure(model, {"rounded": rounded}, fed, quiet, runtime.mark_step, piece_bytes=piece_bytes)
+    how = runtime.feed(batches), quiet, runtime.mark_step
+    tallies = measure(known if states else model, {"rounded": rounded}, *how, piece_bytes=runtime.piece_bytes)
     before, after = tallies["teacher"].figures, tallies["rounded"].figures
     model.module.to("cpu")
     return {

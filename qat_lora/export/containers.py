@@ -248,14 +248,15 @@ def dense_tables(module: nn.Module) -> dict[str, nn.Embedding | nn.Linear]:
 
 
 @torch.no_grad()
-def head_importance(model: CausalLM, batches: Iterable[Batch] | None) -> Tensor:
-    """Return the mean square of what the LM head reads, float32 [H], over batches; without them, the gain's square."""
+def head_importance(model: CausalLM, batches: Iterable[Batch] | None, states: list[Tensor]) -> Tensor:
+    """Return the mean square [H] of what the LM head reads, all of it added to `states`; without text the gain's."""
     if batches is None:
         norm = model.backbone.norm
         return norm(torch.ones_like(norm.weight)).float().square().cpu()
     total, count = torch.zeros(model.config.hidden_size), 0
     for batch in batches:
-        hidden = model.hidden(batch["input_ids"], batch["document_ids"])[:, :-1][batch["target_mask"]]
+        states.append(model.hidden(batch["input_ids"], batch["document_ids"]))
+        hidden = states[-1][:, :-1][batch["target_mask"]]
         total += hidden.float().square().sum(0).cpu()
         count += len(hidden)
     return total / max(1, count)

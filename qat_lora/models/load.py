@@ -448,5 +448,4 @@ def make_qwen3(
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": mlp, "head_dim": hidden // heads}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 1024}
     sizes |= {"vocab_size": vocab_size, "bos_token_id": 0, "eos_token_id": 0, **others}
-    config = transformers.Qwen3Config(tie_word_embeddings=True, **sizes)
-    return CausalLM(transformers.Qwen3ForCausalLM(config), folder)
+    return CausalLM(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(tie_word_embeddings=True, **sizes)), folder)

@@ -90,7 +90,7 @@ def plan_export(options: ExportOptions) -> DryRun:
     else:
         disk = sizes["written"] = disk + width * weight_count(shapes.module)
     has_text = options.text.dataset is not None or cache_of_run(adapter) is not None
-    passes = 3 * (form.engine in ("llama.cpp", "mlx") and has_text)  # what the head reads, before and after rounding
+    passes = 2 * (form.engine in ("llama.cpp", "mlx") and has_text)  # before and after rounding
     assumed = ["codes fit the form, as those of another grid are rounded to take more"] if form.engine else []
     assumed += [] if passes else ["nothing is measured: the time is that of files on one core"]
     asked = _asked(options.student, options.eval_rows, options.length, 4, run)

@@ -321,18 +321,16 @@ def refit_parts(
         bb, bc, cc = ((x * y).sum(1) for x, y in ((b, pulled_b), (b, pulled_c), (c, pulled_c)))
         right_b, right_c, bb, cc = (b * slope).sum(1), (c * slope).sum(1), bb.clamp_min(1e-30), cc.clamp_min(1e-30)
         joint, alone = (right_b - bc / cc * right_c) / (bb - bc / cc * bc).clamp_min(1e-30), right_b / bb
-        least, best = torch.zeros_like(bb), now
-        tried = [steps.first(now[0] + optimum + shift) for optimum in (joint, alone) for shift in steps.shifts]
-        for first in (now[0], *tried):
-            change = first - now[0]
-            second = steps.second(now[1] + (right_c - bc * change) / cc)
-            other = second - now[1]
-            raised = (bb * change + 2 * (bc * other - right_b)) * change + (cc * other - 2 * right_c) * other
-            better = raised < least
-            least = torch.where(better, raised, least)
-            best = [torch.where(better, x, y) for x, y in zip((first, second), best, strict=True)]
+        optima = torch.stack([now[0] + optimum + shift for optimum in (joint, alone) for shift in steps.shifts])
+        first = torch.cat([now[0][None], steps.first(optima)])  # [T, R], of T that are tried
+        change = first - now[0]
+        second = steps.second(now[1] + (right_c - bc * change) / cc)
+        other = second - now[1]
+        raised = (bb * change + 2 * (bc * other - right_b)) * change + (cc * other - 2 * right_c) * other
+        least, at = raised.min(0, keepdim=True)
+        best = [torch.where(least < 0, x.gather(0, at), y)[0] for x, y in zip((first, second), now, strict=True)]
         added = b * (best[0] - now[0])[:, None] + c * (best[1] - now[1])[:, None]
-        slope_RI -= _products(added.T, rows_LCI)
+        _take(slope_RI, _by_layer(added.T, len(rows_LCI)), rows_LCI)
         return [slope_RI], [x[None] for x in best]
 
     inputs = [x.T.contiguous() for x in numbers]

@@ -130,8 +130,7 @@ def anchor_batches(
     rows: Batch, start_step: int, steps: int, batch_rows: int, replica: int, replicas: int
 ) -> Iterator[Batch]:
     """Yield this replica's anchor micro-batch of each step; rows go round, and a round's last batch is masked."""
-    count = len(rows["input_ids"])
-    for numbers in micro_batches(count, start_step, steps, batch_rows, 1, 0, replica, replicas):
+    for numbers in micro_batches(len(rows["input_ids"]), start_step, steps, batch_rows, 1, 0, replica, replicas):
         batch = {name: value[numbers] for name, value in rows.items()}
         batch["target_mask"] = batch["target_mask"] & (numbers >= 0)[:, None]
         yield batch

@@ -11,7 +11,7 @@ from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError
 from qat_lora.export import containers
 from qat_lora.export.containers import dense_tables, head_importance, quantized_table
-from qat_lora.models.load import load_model
+from qat_lora.models.load import CausalLM, load_model
 from qat_lora.options import ExportOptions
 from qat_lora.quant.presets import preset
 
@@ -26,9 +26,11 @@ def test_what_the_head_reads(tiny):
     with torch.no_grad():
         states = model.module.model(ids).last_hidden_state[:, :-1].double()
     expected = torch.stack([states[r, p] ** 2 for r, p in mask.nonzero().tolist()]).mean(0)
-    torch.testing.assert_close(head_importance(model, [batch, batch]).double(), expected, rtol=1e-4, atol=1e-6)
+    found = head_importance(model, [batch, batch], kept := [])
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+    assert len(kept) == 2 and all(torch.equal(x[:, :-1].double(), states) for x in kept)
     gain = model.module.model.norm.weight.detach()
-    torch.testing.assert_close(head_importance(model, None), gain**2, rtol=1e-4, atol=0)
+    torch.testing.assert_close(head_importance(model, None, []), gain**2, rtol=1e-4, atol=0)
     assert list(dense_tables(model.module)) == ["model.embed_tokens"]  # tied: one matrix
 
 
@@ -68,19 +70,19 @@ def test_the_file_holds_the_table_exactly_and_the_result_its_cost(hidden, bits, 
     if hidden == 64 and bits is None:
         spec = preset("q4_0").spec_for("x")
         table = model.module.get_input_embeddings().weight
-        ours = quantized_table(table, spec, head_importance(model, None), True).dense(spec)
+        ours = quantized_table(table, spec, head_importance(model, None, []), True).dense(spec)
         tensor = {t.name: t for t in gguf.GGUFReader(tmp_path / "outFalse" / "base.gguf").tensors}["token_embd.weight"]
         assert torch.equal(torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)), ours)
 
 
 def test_what_a_container_holds_exactly_is_not_copied_to_measure_the_rest(tiny, tmp_path, monkeypatch):
-    seen, measure = [], export.measure
+    seen, with_containers = [], export.with_containers
 
-    def spy(model, others, *arguments, **named):
-        seen.extend((model.module, others["rounded"].module))
-        return measure(model, others, *arguments, **named)
+    def spy(module, found):
+        seen.extend((module, with_containers(module, found)))
+        return seen[1]
 
-    monkeypatch.setattr(export, "measure", spy)
+    monkeypatch.setattr(export, "with_containers", spy)
     student = call("quantize", quantize_options(tiny, tmp_path / "q", preset="q2_0"))
     options = export_options(student, tmp_path / "out", form="gguf")
     call("export", options, text=TextConfig(dataset=str(tiny.text)), length=32)
@@ -95,3 +97,14 @@ def test_what_cannot_be_is_refused():
         ExportOptions(student="x", form="gguf", embedding_bits=5)
     with pytest.raises(ConfigError, match="embedding_bits: means nothing with --form merged"):
         ExportOptions(student="x", embedding_bits=8)
+
+
+def test_an_export_computes_hidden_states_twice(tmp_path, tiny, monkeypatch):
+    """Those of the student serve the head's importance and the comparison; the others are of what was rounded."""
+    seen, hidden = [], CausalLM.hidden
+    student = call("quantize", quantize_options(tiny, tmp_path / "q", preset="q2_0"))
+    monkeypatch.setattr(CausalLM, "hidden", lambda *given: seen.append(1) or hidden(*given))
+    options = export_options(student, tmp_path / "out", form="gguf")
+    out = call("export", options, text=TextConfig(dataset=str(tiny.text)), length=32, eval_rows=8)
+    assert json.loads((out / "result.json").read_text())["kl_of_rounding"] > 0
+    assert len(seen) == 2 * 2  # batches of four rows

@@ -1,9 +1,8 @@
 """Compute in float32 with weights that stay in bfloat16, on disk until they are read.
 
 A bfloat16 checkpoint loaded in float32 takes twice its size in memory. Loaded as it is, its tensors are views of the
-file, which the system may drop again; every layer upcasts its own weight for its product, and again in the backward
-pass, so one float32 weight is in memory at a time, and of an LM head a piece. Results equal those of the whole model in
-float32, bit for bit, but for gradients through a head of several pieces, which are added in another order.
+file, which the system may drop; every layer upcasts its weight for its product, and again in the backward pass, some
+rows at a time. Results are those of the whole model in float32, but for the order of sums.
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qat_lora.runtime.loop import rows_at_once
+
 PIECE = 2**24  # weights upcast at a time: 64 MB in float32, more than a layer's as a rule
+ROWS = 1024  # of a weight at a time on a host: their float32 stays in its caches, where few inputs meet a wide head
 
 
 class _UpcastProduct(torch.autograd.Function):
@@ -28,12 +30,11 @@ class _UpcastProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        parts = zip(*_pieces(ctx.weight, gradients[0]), strict=True)
-        products = (found @ part.to(found.dtype) for part, found in parts)
-        total = next(products)
-        for product in products:
-            total += product
-        return total, None
+        gradient_NO = gradients[0].flatten(0, -2)
+        total_NI = gradient_NO.new_zeros(len(gradient_NO), ctx.weight.shape[1])
+        for part, found in zip(*_pieces(ctx.weight, gradient_NO), strict=True):
+            total_NI.addmm_(found, part.to(found.dtype))
+        return total_NI.view(*gradients[0].shape[:-1], -1), None
 
 
 def upcast_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -47,7 +48,7 @@ def upcast_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor
 
 def _pieces(weight_OI: Tensor, output: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Return a weight in pieces of rows, and the outputs of each."""
-    rows = max(1, PIECE // weight_OI.shape[1])
+    rows = min(rows_at_once(weight_OI, ROWS * weight_OI.shape[1]), max(1, PIECE // weight_OI.shape[1]))
     return weight_OI.split(rows), output.split(rows, -1)
 
 
