@@ -87,10 +87,11 @@ class Widest(TorchDispatchMode):
         return output
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_a_large_head_is_upcast_in_pieces(with_bias, monkeypatch):
+@pytest.mark.parametrize(("with_bias", "limit"), [(False, {"PIECE": 5 * 8}), (True, {"ROWS": 5})])
+def test_a_large_head_is_upcast_in_pieces(with_bias, limit, monkeypatch):
     """Logits and the states' gradient are those of float64; a weight that trains keeps its own gradient."""
-    monkeypatch.setattr(module, "PIECE", 5 * 8)
+    for name, value in limit.items():
+        monkeypatch.setattr(module, name, value)
     torch.manual_seed(0)
     weight, x = torch.randn(23, 8).to(torch.bfloat16), torch.randn(3, 4, 8, requires_grad=True)
     bias = torch.randn(23).to(torch.bfloat16) if with_bias else None

@@ -34,7 +34,7 @@ class _UpcastProduct(torch.autograd.Function):
         total_NI = gradient_NO.new_zeros(len(gradient_NO), ctx.weight.shape[1])
         for part, found in zip(*_pieces(ctx.weight, gradient_NO), strict=True):
             total_NI.addmm_(found, part.to(found.dtype))
-        return total_NI.view(*gradients[0].shape[:-1], -1), None
+        return total_NI.view(*gradients[0].shape[:-1], ctx.weight.shape[1]), None
 
 
 def upcast_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
