@@ -68,8 +68,7 @@ def demo(options: DemoOptions, runtime: Runtime) -> dict[str, Any]:
     if not run.json:  # JSON goes alone to standard output
         print((out / "report.txt").read_text(encoding="utf-8"))
         print(f"{out / 'report.html'} holds the same and more, with pictures; {out / 'report.md'} as text")
-    report: dict[str, Any] = json.loads((out / "report.json").read_text(encoding="utf-8"))
-    return report
+    return dict(json.loads((out / "report.json").read_text(encoding="utf-8")))
 
 
 def _make(out: Path, run: RunConfig, runtime: Runtime) -> None:

@@ -211,7 +211,8 @@ def push_cache(folder: Path, manifest: Manifest, repo: str, license: str, privat
         if private and not api.repo_info(**there).private:
             raise CacheError(f"repo: {repo} is public already; make it private, or give --public")
         if api.file_exists(filename=fmt.MANIFEST, **there):
-            if Path(api.hf_hub_download(filename=fmt.MANIFEST, **there)).read_bytes() != record.read_bytes():
+            held = Path(api.hf_hub_download(filename=fmt.MANIFEST, **there)).read_bytes()
+            if held != record.read_bytes():
                 raise CacheError(f"repo: {repo} holds another cache already; choose another name")
         send = getattr(api, "upload_large_folder", api.upload_folder)  # of older clients, where the other starts anew
         send(folder_path=folder, allow_patterns=[*_SHARDS, fmt.LM_HEAD], **there)
