@@ -59,7 +59,7 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     scores = None if options.scores is None else read_scores(options.scores)
     dtype = (FORMS[options.form].dtype or stored_dtype(base)) if options.dtype == "auto" else options.dtype
     rows = functools.cache(lambda: _text_rows(options, student, adapter, tokenizer))
-    states: list[Tensor] = []  # [B, L, H] of every batch, where `importance` has computed them
+    states: list[Tensor] = []  # [B, L, H] of the first batches, where `importance` has computed them
 
     def importance() -> Tensor:
         runtime.place(module)
@@ -146,8 +146,7 @@ def _measure(plan: ExportPlan, layers: Mapping[str, QuantLinear]) -> dict[str, A
 
 def _sizes(draft: Path, weights: int) -> dict[str, Any]:
     """Return the sizes of the files of weights, and their bits over all weights of the model, embedding included."""
-    suffixes = (".safetensors", ".gguf", ".pt")
-    sizes = {file: file.stat().st_size for file in sorted(draft.rglob("*")) if file.suffix in suffixes}
+    sizes = {x: x.stat().st_size for x in sorted(draft.rglob("*")) if x.suffix in (".safetensors", ".gguf", ".pt")}
     total, rest = sum(sizes.values()), sum(size for file, size in sizes.items() if file.name == REST)
     files = ", ".join(f"{file.relative_to(draft).as_posix()} {size / 1e6:.3f} MB" for file, size in sizes.items())
     found = {"weights_mb": round(total / 1e6, 3), "bits_over_all_weights": round(8 * (total - rest) / weights, 3)}
@@ -158,12 +157,13 @@ def _rounding_kl(
     model: CausalLM, found: Mapping[str, Any], batches: list[Batch], states: list[Tensor], quiet: bool, runtime: Runtime
 ) -> dict[str, Any]:
     """Return the mean KL(student || what the container holds), adapter on both sides, in nats; takes known `states`."""
-    known: Any = SimpleNamespace(vocab_size=model.vocab_size, logits=model.logits, hidden=lambda *_: states.pop(0))
+    student: Any = SimpleNamespace(vocab_size=model.vocab_size, logits=model.logits)
+    student.hidden = lambda *given: states.pop(0) if states else model.hidden(*given)
     rounded = replace(model, module=with_containers(model.module, found))
     for placed in (model, rounded):
         runtime.place(placed.module)
     how = runtime.feed(batches), quiet, runtime.mark_step
-    tallies = measure(known if states else model, {"rounded": rounded}, *how, piece_bytes=runtime.piece_bytes)
+    tallies = measure(student, {"rounded": rounded}, *how, piece_bytes=runtime.piece_bytes)
     before, after = tallies["teacher"].figures, tallies["rounded"].figures
     model.module.to("cpu")
     return {

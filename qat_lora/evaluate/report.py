@@ -44,8 +44,7 @@ WIDTH, HEIGHT, LEFT, FLOOR = 360, 240, 44, 205  # of the picture; where its axes
 @cache
 def wording() -> dict[str, Any]:
     """Return what `report.yaml` holds: the columns of each table, the protocols in words, the legend."""
-    words: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("report.yaml").read_text(encoding="utf-8"))
-    return words
+    return dict(yaml.safe_load(Path(__file__).with_name("report.yaml").read_text(encoding="utf-8")))
 
 
 def table_rows(scores: Mapping[str, Mapping[str, Any]], table: str = "models") -> list[list[str]]:

@@ -51,6 +51,7 @@ GROUPS = (128, 64, 32)  # inputs of a group in MLX and in every reader of GPTQ
 REFIT_BITS = 4
 BLOCK, SUPER = 32, 256  # weights of GGML's blocks
 REFIT_GROUP = BLOCK  # inputs of a group where codes are rounded again: llama.cpp's block, and a group that vLLM takes
+KEPT = 1 << 14  # positions whose states are kept to be compared with: 64 MB at a width of 1,024
 PIECE = 1 << 17  # weights quantised at once: the clip search runs four times as fast inside a CPU's cache
 
 
@@ -248,15 +249,16 @@ def dense_tables(module: nn.Module) -> dict[str, nn.Embedding | nn.Linear]:
 
 
 @torch.no_grad()
-def head_importance(model: CausalLM, batches: Iterable[Batch] | None, states: list[Tensor]) -> Tensor:
-    """Return the mean square [H] of what the LM head reads, all of it added to `states`; without text the gain's."""
+def head_importance(model: CausalLM, batches: Iterable[Batch] | None, kept: list[Tensor]) -> Tensor:
+    """Return the mean square [H] of what the LM head reads, the first added to `kept`; without text the gain's."""
     if batches is None:
         norm = model.backbone.norm
         return norm(torch.ones_like(norm.weight)).float().square().cpu()
     total, count = torch.zeros(model.config.hidden_size), 0
     for batch in batches:
-        states.append(model.hidden(batch["input_ids"], batch["document_ids"]))
-        hidden = states[-1][:, :-1][batch["target_mask"]]
+        states_BLH = model.hidden(batch["input_ids"], batch["document_ids"])
+        kept += [states_BLH] * (count < KEPT)
+        hidden = states_BLH[:, :-1][batch["target_mask"]]
         total += hidden.float().square().sum(0).cpu()
         count += len(hidden)
     return total / max(1, count)

@@ -107,8 +107,7 @@ def check_sums(folder: Path, promised: bool, patterns: Iterable[str]) -> None:
         if promised:
             raise DamagedFileError(f"{sums}: is damaged: a line is not `sha256  name`; restore it from a copy")
         return  # of somebody else's making
-    present = {path.name for path in folder.iterdir() if path.is_file()}
-    for name in _matching({*found, *present}, patterns):
+    for name in _matching({*found, *(path.name for path in folder.iterdir() if path.is_file())}, patterns):
         file = folder / name
         if name in found:
             try:

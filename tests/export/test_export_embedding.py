@@ -100,11 +100,15 @@ def test_what_cannot_be_is_refused():
 
 
 def test_an_export_computes_hidden_states_twice(tmp_path, tiny, monkeypatch):
-    """Those of the student serve the head's importance and the comparison; the others are of what was rounded."""
-    seen, hidden = [], CausalLM.hidden
+    """Those of the student serve the head's importance and the comparison, as many as are kept."""
+    seen, found, hidden = [], [], CausalLM.hidden
     student = call("quantize", quantize_options(tiny, tmp_path / "q", preset="q2_0"))
     monkeypatch.setattr(CausalLM, "hidden", lambda *given: seen.append(1) or hidden(*given))
-    options = export_options(student, tmp_path / "out", form="gguf")
-    out = call("export", options, text=TextConfig(dataset=str(tiny.text)), length=32, eval_rows=8)
-    assert json.loads((out / "result.json").read_text())["kl_of_rounding"] > 0
-    assert len(seen) == 2 * 2  # batches of four rows
+    for kept, calls in (1 << 14, 4), (1, 5), (0, 6):  # on two batches of four rows
+        monkeypatch.setattr(containers, "KEPT", kept)
+        options = export_options(student, tmp_path / f"out{kept}", form="gguf")
+        out = call("export", options, text=TextConfig(dataset=str(tiny.text)), length=32, eval_rows=8)
+        found.append(json.loads((out / "result.json").read_text())["kl_of_rounding"])
+        assert len(seen) == calls
+        seen.clear()
+    assert found[0] == found[1] == found[2] > 0
