@@ -14,7 +14,7 @@ from qat_lora.cache.format import layout as fmt
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.score import chunk_positions
 from qat_lora.export.card import cache_of_run
-from qat_lora.export.containers import dense_tables
+from qat_lora.export.containers import KEPT, dense_tables
 from qat_lora.export.forms import FORMS, layer_bytes, other_bytes
 from qat_lora.files.gguf_header import BASE
 from qat_lora.layers.calibrate.upcast import PIECE
@@ -90,7 +90,7 @@ def plan_export(options: ExportOptions) -> DryRun:
     else:
         disk = sizes["written"] = disk + width * weight_count(shapes.module)
     has_text = options.text.dataset is not None or cache_of_run(adapter) is not None
-    passes = 2 * (form.engine in ("llama.cpp", "mlx") and has_text)  # before and after rounding
+    passes = (2 + (options.eval_rows * options.length > KEPT)) * (form.engine in ("llama.cpp", "mlx") and has_text)
     assumed = ["codes fit the form, as those of another grid are rounded to take more"] if form.engine else []
     assumed += [] if passes else ["nothing is measured: the time is that of files on one core"]
     asked = _asked(options.student, options.eval_rows, options.length, 4, run)
