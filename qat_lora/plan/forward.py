@@ -80,8 +80,8 @@ def plan_export(options: ExportOptions) -> DryRun:
     base = gguf if gguf.is_file() else (local_base(adapter) or read_adapter(adapter).base) if adapter else student
     shapes, stored = _shapes(str(base), run), stored_dtype(local_folder(base, "config.json") or Path(base))
     width = DTYPES[(form.dtype or stored) if options.dtype == "auto" else options.dtype].itemsize
-    layers, (whole, tables) = quant_layers(shapes.module), _bytes(shapes, run)
-    sizes, disk = {"weights": whole, "tables": 2 * tables}, width * shapes.module.rest_weights
+    layers, (whole, tables), disk = quant_layers(shapes.module), _bytes(shapes, run), width * shapes.module.rest_weights
+    sizes = {"weights": whole, "tables": 2 * tables, "codes": (form.engine == "mlx") * whole * 9 // 32}  # a byte each
     if form.engine:
         disk += other_bytes(form.engine, shapes.module, layers, width)
         disk += sum(layer_bytes(form.engine, x.spec, x.out_features, x.in_features) for x in layers.values())
