@@ -1,7 +1,6 @@
 """qat-lora gives quantised language models their quality back.
 
-The public names (`__init__.pyi` tells type checkers), loaded when they are first used, so that `import qat_lora` costs
-neither PyTorch nor transformers:
+The public names (`__init__.pyi` tells type checkers), loaded at first use: `import qat_lora` imports no PyTorch:
 
 * `build_kd_cache`, `quantize_model`, `train_recovery_lora`, `evaluate_models`, `generate_text`, `export_student`: the
   commands as functions (`qat_lora.api`);
@@ -11,8 +10,7 @@ neither PyTorch nor transformers:
 * `notebook_launch`: a function of one's own on several chips, from a notebook;
 * `is_xla_device`, `xla_mark_step`: for scripts of one's own that may run on PyTorch/XLA.
 
-After the import, before or after that of transformers, `AutoModelForCausalLM.from_pretrained` and PEFT load our
-checkpoints too (`qat_lora.models.register`).
+After the import `AutoModelForCausalLM.from_pretrained` and PEFT load our checkpoints (`qat_lora.models.register`).
 """
 
 import importlib

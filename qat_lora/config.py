@@ -2,8 +2,7 @@
 
 A setting is declared once, with its bounds, as a field `option(default, help)` of a `@settings` class next to the code
 that it steers. The command line, the YAML recipes, the `config.yaml` of a run and the fingerprint are all read off that
-declaration. Structured-config libraries do the same with a type language of their own on top; a plain dataclass needs
-none, and the type checker understands it.
+declaration. Structured-config libraries add a type language of their own; a plain dataclass needs none.
 
 Precedence: `key=value` words over flags over the recipe over the defaults.
 """
@@ -48,8 +47,8 @@ def option(default: Any, help: str, **given: Any) -> Any:
     `--help` of a command with many settings shows the `common` ones. `alias` is a second name. `on` is what `true`
     means for a number; `false` is then 0. A `required` one has no default. `without` are, of a group, the settings (or
     groups, or dotted paths) that its owner does not use: they get no flag and no line in a `config.yaml`, and are
-    refused where they are given, since a setting without effect misleads. `min` and `max` of a number are allowed,
-    `above` and `below` are not.
+    refused, since a setting without effect misleads. `min` and `max` of a number are allowed, `above` and `below` are
+    not.
     """
     if unknown := given.keys() - _METADATA:
         raise TypeError(f"a setting has no {', '.join(unknown)}")

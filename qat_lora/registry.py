@@ -1,8 +1,7 @@
 """Every command, registered once: its words, its function, its settings and what it requires of the machine.
 
-The command line, the Python API, the launcher and the doctor read this table, which lies in `commands.yaml`. It imports
-no command: functions are named there and imported when they run, after the device was chosen, because transformers
-decides at import whether PyTorch/XLA is used.
+Command line, Python API, launcher and doctor read this table (`commands.yaml`). It imports no command: functions are
+imported when they run, after the device was chosen, because transformers decides at import whether PyTorch/XLA is used.
 """
 
 import pkgutil

@@ -37,8 +37,7 @@ class Row(NamedTuple):
 def file_rows(name: str, path: Path, group: int | None = None) -> Iterator[Row]:
     """Yield the rows of a .jsonl (or JSON lines in a .json), .json or .parquet file, of a row `group` alone if given.
 
-    Blank lines are none. TextError: not JSON or Parquet, no permission, a row of more than `ROW_CHARS`;
-    MissingExtraError: no pyarrow.
+    Blank lines are none. TextError: not JSON or Parquet, unreadable, too long a row; MissingExtraError: no pyarrow.
     """
     with reading(name):
         if path.suffix.lower() == ".parquet":

@@ -45,10 +45,9 @@ class PackedRow(NamedTuple):
 def make_encoder(tokenizer: Any) -> Encode:
     """Return the function from documents to tokens.
 
-    A text becomes [bos] tokens [eos], each of the two if the tokenizer names it: models that have a bos were trained
-    with every document beginning by it, yet byte-level BPE tokenizers often name one without ever adding it. A chat is
-    what its template writes, a model's text what it wrote, a blank document no tokens. Special tokens written out in a
-    text become those tokens, as everywhere in transformers.
+    A text becomes [bos] tokens [eos], each if the tokenizer names it: models that have a bos were trained with it
+    before every document, yet byte-level BPE tokenizers often never add it. A chat is what its template writes, a
+    model's text what it wrote, a blank document no tokens. Special tokens written out in a text become those tokens.
     """
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     before, after = (np.array([] if token is None else [token], np.int32) for token in ends)

@@ -1,9 +1,8 @@
 """Where text comes from: a file, a folder, or a Hugging Face dataset, as one numbered series of documents.
 
-Document numbers make a build resumable: the same settings give the same documents in the same order on every machine,
-and `open_documents(config, start=n)` continues at number n. Folders are read in the order of their relative paths and
-rows in the order of their file; nothing is shuffled here (rows are later, by a seed), and blank documents keep their
-numbers. Skipped documents are not parsed.
+Document numbers make a build resumable: the same settings give the same documents in one order everywhere, and
+`open_documents(config, start=n)` continues at number n. Folders are read in order of relative paths and rows in the
+order of their file; nothing is shuffled here, and blank documents keep their numbers. Skipped documents are not parsed.
 
 Of several builders each opens its own files, or row groups where files are few: dealing out documents has n machines
 read, and copy from a bucket, everything. Only a text with fewer of these `units` than builders is dealt out so.

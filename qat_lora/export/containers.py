@@ -11,10 +11,9 @@ state that meets it, so column i counts by E[x_i²] of the final norm's output: 
 square of the norm's gain, which is that mean for states of equal variance. A table that only embeds has no such
 weights. A head that the preset quantised keeps its codes and is not seen here.
 
-The gguf library encodes few of GGML's types, and rounds a dense weight anew. Here the codes that trained are laid out
-as they are, and read back by the library's own decoder. Of `Q2_0` llama.cpp holds codes {-1, 0, 1, 2}, ours negated, so
-the step changes its sign. Layouts: llama.cpp's ggml-common.h and ggml-quants.c; a byte holds codes that are a quarter
-or half of a stretch apart, for vector units.
+The gguf library encodes few of GGML's types, and rounds anew. Here trained codes are laid out as they are, and read
+back by its decoder. Of `Q2_0` llama.cpp holds codes {-1, 0, 1, 2}, ours negated, so the step changes its sign. Layouts:
+llama.cpp's ggml-common.h and ggml-quants.c; a byte holds codes that are a quarter or half of a stretch apart.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The forms that a student can be exported in, the formats that one engine reads without rounding, and their bytes.
 
-A form is added with a module that has a `plan`, an entry in `forms.yaml`, its name in the `--form` option, and the
-Python that loads it in `usage/`, once more where an adapter is beside it. The table names modules as text, since two of
-them need a package of the extra `export`.
+A form is added with a module that has a `plan`, an entry in `forms.yaml`, its name in the `--form` option, and Python
+that loads it in `usage/`, once more with an adapter beside it. Modules are named as text: two need the extra `export`.
 
 A target size is meant of what the engine gets, not of our own folder: llama.cpp and MLX keep an embedding on a 4-bit
 grid, MLX adds a bias to every step, compressed-tensors writes the LM head dense. Counted are the tensors of base and

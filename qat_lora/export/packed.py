@@ -17,8 +17,7 @@ by 2^-11 of themselves or less, which is measured with the rest. Other groups, t
 
 MLX computes in the type of the activations, float16 here, but for the last norm: float32, and so are the logits. The
 tensors are written from torch: mlx's `quantize` would choose steps of its own. A tied embedding is stored once, and
-mlx-lm uses it as the LM head. Source: `mlx.core.quantize` for the packing, a stream of bits in words of 32; mlx-lm's
-`load_adapters`.
+mlx-lm uses it as the LM head. Source: `mlx.core.quantize` (a stream of bits in words of 32), mlx-lm's `load_adapters`.
 """
 
 import json

@@ -1,9 +1,8 @@
 """NaN and infinity, caught before they are used or written, in tensors and in JSON.
 
-One NaN in a scale makes a whole model's output NaN without an error, and Python's JSON writes a word that no other
-reader accepts. So every tensor is checked once when it is read and once before it is written, by its minimum and
-maximum: both are NaN if any entry is, and an infinity is one of the two. That takes one pass and no memory;
-`torch.isfinite` takes a hundred times as long.
+One NaN in a scale makes all outputs NaN without an error, and Python's JSON writes a word that no other reader accepts.
+So every tensor is checked when it is read and before it is written, by its minimum and maximum: both are NaN if any
+entry is, an infinity is one of them. That takes one pass and no memory; `torch.isfinite` 100 times as long.
 """
 
 import json

@@ -1,19 +1,17 @@
 """Files that are whole or not there, locks, and a run's own files: listed first, never written over anybody else's.
 
-A run lists the files it writes (`qat_lora_files.txt`). `--overwrite` removes the listed ones and no others, and a name
-that is taken by an unlisted file is refused; a run that owns everything in its folder deletes what people put there.
-The list is a write-ahead log: a kill leaves no file of a run unlisted. Files are known by name only, so a user's file
-under a listed name counts as the run's.
+A run lists the files it writes (`qat_lora_files.txt`). `--overwrite` removes those alone, and a name taken by an
+unlisted file is refused; a run that owns everything in its folder deletes what people put there. It is a write-ahead
+log: a kill leaves no file unlisted. Names are all it knows: a user's file under a listed name counts as the run's.
 
 A new file appears whole or not at all: temporary file, fsync, link, fsync of the folder. Under the final name a kill
 leaves half a file, rename without fsync leaves an empty one after a power cut, and overwrites what another process has
 just finished; `link` refuses. The lock is `flock`, which the kernel drops with the process; a lock *file* would block
 the next run. Tests kill a process at each `failpoint`: at random times almost no kill lands inside a commit.
 
-A file is replaced by one rename. A folder cannot be, because rename refuses a target that is not empty: the new one is
-filled under another name, the old one is renamed away, the new one takes its name, other people's files move over, and
-the old one is removed last. A kill leaves the old folder, the new one, or, between the two renames, the old one under
-its other name, which `restore_dir` renames back.
+A file is replaced by one rename. A folder cannot be (rename wants an empty target): the new one is filled under another
+name, the old one is renamed away, the new one takes its name, others' files move over, and the old one is removed last.
+A kill leaves the old folder, the new one, or the old one under its other name, which `restore_dir` renames back.
 """
 
 import errno

@@ -7,17 +7,15 @@ forward, which stops an XLA device. So `attention_inputs` builds what every toke
 transformers' models pass the numbers on unread, as they have the shape of a finished mask: int32 [B, 1, 1, L].
 
 torch's fused attention for CPUs wants that mask, with which it also multiplies the blocked half of the scores, and keys
-and values repeated for every query head. Here a tile of queries, for all query heads of one key head together, meets
-the keys up to its own end (from the begin of its window) in one product; the backward pass rebuilds the tile's
-probabilities from the stored log-sum. Scores are float32 whatever the model computes in: rounded to bfloat16 they are
-five times as far from exact. Under PyTorch/XLA small tiles would make a long graph, and writes in place copies
-(`blocked_attention`).
+and values repeated for every query head. Here a tile of queries, for all query heads of one key head, meets the keys up
+to its own end (from the begin of its window) in one product; the backward pass rebuilds the tile's probabilities from
+the stored log-sum. Scores are float32 whatever the model computes in: bfloat16 ones are five times as far off. Under
+PyTorch/XLA small tiles make a long graph, writes in place copies (`blocked_attention`).
 
 Devices with a compiler of their own kernels (CUDA) take FlexAttention, as a mask in memory rules out torch's flash
 kernels. Its *block mask* says which tiles of 128 x 128 scores hold anything, which of these are whole, and a rule for
-the others, compiled into the kernel: documents, windows and causality become tiles that are never visited. One serves
-all layers of a micro-batch, and another batch is no other program. Variable-length flash attention wants packed rows of
-unknown number, whose counts a host would have to read.
+the rest, compiled in: documents, windows and causality become tiles never visited. One serves all layers of a
+micro-batch; another batch is no other program. Variable-length flash attention would have a host count rows.
 
 Sources: FlashAttention-2 (Dao, 2023), Algorithms 1 and 2, without its tiles of keys; FlexAttention (arXiv 2412.05496).
 """

@@ -1,9 +1,8 @@
 """A linear layer whose weight is stored as packed codes and scales.
 
-The effective weight W = Q * S is formed first and then used in one matrix product: low-rank scales applied rank by rank
-would cost one product per rank. Where W comes from is the layer's `source`, one small module per state. Whatever
-trains, the forward rounds scales and tables to float16: at any moment `stored()` describes the layer that computes, bit
-for bit, and `materialize()` turns the layer into it.
+The weight W = Q * S is formed first and used in one matrix product: low-rank scales rank by rank would cost a product
+each. Where W comes from is the layer's `source`, a module per state. Whatever trains, the forward rounds scales and
+tables to float16: `stored()` always describes the layer that computes, bit for bit; `materialize()` turns it into that.
 
 To PEFT and transformers the class is a `torch.nn.Linear`, but `weight` is computed: assigning to it, or to its `data`,
 raises. PEFT merges by `weight.data += delta`, which on a computed tensor would silently lose the adapter.
@@ -166,9 +165,8 @@ class QuantLinear(nn.Linear):
     """y = x (Q * S)ᵀ + b, for x [..., I] and y [..., O].
 
     Stored tensors: `codes` uint8 [O, ceil(I bits / 8)], `scale` (or `scale_a`, `scale_b`), packed like codes `zeros`
-    where they are asymmetric and `steps` in K-quants, with `minimum` and `minima` where groups have one, `values` for
-    look-up tables, `bias` where the layer has one. Scales and tables are float32 whatever the default type is, so that
-    loading a model in bfloat16 rounds activations only.
+    where they are asymmetric and `steps` in K-quants, with `minimum` and `minima` where groups have one, `values` of
+    tables, `bias` if there is one. Scales and tables are always float32: a model in bfloat16 rounds activations only.
     """
 
     codes: Tensor

@@ -1,9 +1,8 @@
 """Layers that carry a state (gated delta rule, Mamba-2, short convolutions), with packed documents kept apart in it.
 
 A state passes from token to token whatever the attention mask says. torch's functions for these layers know no
-documents (the CUDA packages do, in another form each), so documents are given to them as rows of their own, around a
-layer's convolution and scan alone: what mixes no tokens, the projections and all that is quantised, still sees the
-packed rows once, as calibration expects.
+documents (CUDA packages do, each in its form), so documents become rows of their own, around a layer's convolution and
+scan alone: what mixes no tokens, the projections and all that is quantised, still sees the packed rows once.
 
 Documents of about one length go together, padded behind, which a causal function never sees: at most twice the tokens,
 in at most log2 L calls. How many they are depends on the text, so XLA would compile every batch anew, and is refused.

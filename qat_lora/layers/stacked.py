@@ -2,9 +2,8 @@
 
 PyTorch/XLA traces a model anew for every micro-batch. Layer by layer that is 470 ms of host time for 28 layers whose
 device time is a tenth of it, a program of hundreds of megabytes, and an optimizer over 392 small tensors. torch_xla's
-`scan_layers` stacks the weights inside the graph, a second copy of the model in every step. Here they are stacked once,
-on the host, before the model is placed, each weight formed from its codes there, so that the device computes with
-exactly the weights that are exported.
+`scan_layers` stacks the weights inside the graph, a copy of the model in every step. Here they are stacked once, on the
+host, each weight formed from its codes there: the device computes with the weights that are exported.
 
 The model keeps its own forward. In its list of layers the first of a run of equal ones becomes `StackedLayers`, which
 computes all of them, and the others pass on what they get. The layers as they were stay on the host, out of sight;

@@ -157,10 +157,9 @@ def objective_loss(
 ) -> LossSum:
     """Return the objective of a micro-batch, added up over the positions that its `target_mask` keeps.
 
-    Shifted here, once: position p of a row has seen tokens 0..p and is scored on token p+1. Where a batch has
-    `weights`, sums are Σ w · loss, and the count Σ w. The argument `weights` is `numbers_at` this step, as numbers or
-    `weight_tensors`; by default those at the start. `anchor`, not for this batch, is left out; `teacher_lm_head` is for
-    `full`.
+    Shifted here, once: position p of a row has seen tokens 0..p and is scored on token p+1. With `weights` in a batch,
+    sums are Σ w · loss, the count Σ w. The argument `weights` is `numbers_at` this step, or `weight_tensors`; by
+    default those at the start. `anchor`, not for this batch, is left out; `teacher_lm_head` is for `full`.
 
     CacheError: the batch lacks the temperature, or an array that a term needs; names the build flag.
     """

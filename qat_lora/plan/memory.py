@@ -1,9 +1,8 @@
 """The memory estimate: what a training run holds and needs, by parts, from a model's config.json alone.
 
-The student is built on torch's meta device, which has shapes and no memory, and put into its training state by the
-calls that a run makes, so what is *held* (weights, adapter, gradients, optimizer state) is counted, not modelled. What
-comes and goes within a step is a formula, and so is its time (`step.py`). Commands differ in what trains: each builds
-its `Shapes` and asks for the same `forecast`.
+The student is built on torch's meta device, which has no memory, and put into its training state by the calls that a
+run makes, so what is *held* (weights, adapter, gradients, optimizer state) is counted, not modelled. What lives within
+a step is a formula, as is its time (`step.py`). Each command builds its `Shapes` and asks for the same `forecast`.
 """
 
 import itertools

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qat_lora.quant.codes import decode, encode
+from qat_lora.quant.codes import cells, decode, encode
 from qat_lora.quant.scales import TINY, stored
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.loop import Number, Tensors, factorised, fits_a_piece, loop, part, rest, rows_at_once, whole_parts
@@ -33,7 +33,7 @@ NOISE = 0.2  # added to every diagonal entry, as a share of itself: least KL on 
 GRAM = 2**19  # numbers of the matrices of scales' equations that a host holds at a time; a device four times as many
 PANEL = 256  # columns of a factor that are in float64 at a time
 BLOCK = 64  # columns handled before their joint effect is pushed on: fewer, larger matrix products
-FEW_COLUMNS = 8  # of a block, where calls cost more than sums
+IN_ONE_THREAD = 2**15  # numbers of a matrix that NumPy multiplies by a vector without waking others
 
 
 class Curvature:
@@ -116,7 +116,7 @@ class Grid(NamedTuple):
 
     def by_column(self, number: Number, size: int) -> Grid:
         """Return the grid of a part of the columns, transposed, each in one piece of memory."""
-        return self.of([part(x, number, size, 1).T.contiguous() for x in self.parts()])
+        return self.of([_turned(part(x, number, size, 1)) for x in self.parts()])
 
     def whole(self, size: int) -> Grid:
         """Return the grid with `whole_parts` of columns."""
@@ -176,7 +176,7 @@ def gptq(
         (weight_RI,), (roots_LII, own_LI, *given) = carry, constants
         left_RC, rows_LCI = part(weight_RI, number, size, 1), part(roots_LII, number, size, 1)
         grid, kept = grid_of(number, left_RC, given)
-        body, left_CLO = functools.partial(round_column, grid), _by_layer(left_RC.T.contiguous(), layers)
+        body, left_CLO = functools.partial(round_column, grid), _by_layer(_turned(left_RC), layers)
         own_C1L1 = part(own_LI, number, size, 1).T[:, None, :, None]
         grids = (_by_layer(x, layers)[:, None] for x in grid.parts())
         inputs = [_later(part(rows_LCI, number, size, 2)), own_C1L1, *grids]
@@ -188,6 +188,11 @@ def gptq(
     start_RI = whole_parts(weight_RI, size, 1).clone()
     _, (codes_IR, *kept) = loop(round_block, -(-columns // size), [start_RI], constants=constants)
     return codes_IR[:columns].T.contiguous(), kept
+
+
+def _turned(x_RC: Tensor) -> Tensor:
+    """Return a copy of some columns, as rows; at once from a wide tensor a host takes up to seven times as long."""
+    return x_RC.contiguous().T.clone(memory_format=torch.contiguous_format)
 
 
 def _by_layer(x_CR: Tensor, layers: int) -> Tensor:
@@ -233,19 +238,20 @@ def descend(slope_RI: Tensor, damped_LII: Tensor, grid: Grid, codes_RI: Tensor) 
     def turn_block(number: Number, carry: Tensors, _: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
         (slope_RI,), (damped_LII, pull_LI, codes_RI, *parts) = carry, constants
         block, rows_LCI = grid.of(parts).by_column(number, BLOCK), part(damped_LII, number, BLOCK, 1)
-        now_CR = block.of_codes(part(codes_RI, number, BLOCK, 1).T.contiguous())
-        local_CR = part(slope_RI, number, BLOCK, 1).T.clone(memory_format=torch.contiguous_format)
+        now_CR = block.of_codes(_turned(part(codes_RI, number, BLOCK, 1)))
+        local_CR = _turned(part(slope_RI, number, BLOCK, 1))
         local_CLO, now_CLO, scale_CLO = (_by_layer(x, layers) for x in (local_CR, now_CR, block.scale))
         pull_CLO = part(pull_LI, number, BLOCK, 1).T[..., None] / scale_CLO
         within_LCC, of_columns = part(rows_LCI, number, BLOCK, 2), (pull_CLO, now_CLO, scale_CLO)
         if layers == 1 and fits_a_piece(local_CLO):
             given = (x[:, 0] for x in (local_CLO, within_LCC.permute(1, 0, 2), *of_columns))
-            found_CLO, steps_CLO = _turned_columns(grid, *given)
+            found_CR, steps_CLO = _turned_columns(grid, *given)
         else:
             inputs = [_later(within_LCC), *(x[:, None] for x in of_columns)]
             _, (found_CLO, steps_CLO) = loop(turn_column, len(now_CLO), [local_CLO], inputs)
+            found_CR = block.codes(found_CLO.flatten(1))
         _take(slope_RI, steps_CLO, rows_LCI)
-        return [slope_RI], [block.codes(found_CLO.flatten(1))]
+        return [slope_RI], [found_CR]
 
     pull_LI = whole_parts(damped_LII.diagonal(dim1=1, dim2=2).reciprocal(), BLOCK, 1)
     constants = [whole_parts(damped_LII, BLOCK, 1, 2), pull_LI, whole_parts(codes_RI, BLOCK, 1)]
@@ -254,26 +260,34 @@ def descend(slope_RI: Tensor, damped_LII: Tensor, grid: Grid, codes_RI: Tensor) 
     return codes_IR[:columns].T.contiguous(), slope[:, :columns]
 
 
-def _turned_columns(grid: Grid, *given_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `turn_column` finds and steps by, by NumPy: on few rows a host spends its time in calls, not sums."""
-    local, rows, *given = (x.numpy() for x in given_C)
-    book, midpoints = grid.values.numpy(), ((grid.values[1:] + grid.values[:-1]) / 2).numpy()
-    found, steps, pushed = np.empty_like(local), np.empty_like(local), np.empty_like(local)
-    none, all_ = np.zeros_like(local[0]), np.full_like(local[0], len(book) - 1)
-    for end in range(FEW_COLUMNS, len(local) + FEW_COLUMNS, FEW_COLUMNS):
-        few = slice(end - FEW_COLUMNS, end)
-        each = zip(*(x[few] for x in (local, rows, *given, found, steps)), strict=True)
-        for j, (left, row, pull, now, scale, code, step) in enumerate(each, few.start + 1):
-            np.add(np.multiply(left, pull, out=code), now, out=code)
-            if grid.counts:
-                np.minimum(np.maximum(np.rint(code, out=code), none, out=code), all_, out=code)
-            else:
-                book.take(midpoints.searchsorted(code, "right"), out=code, mode="clip")
-            np.multiply(np.subtract(code, now, out=step), scale, out=step)
-            np.multiply(row[j:end, None], step, out=pushed[j:end])
-            np.subtract(local[j:end], pushed[j:end], out=local[j:end])
-        local[end:] -= rows[few, end:].T @ steps[few]
-    return torch.from_numpy(found)[:, None], torch.from_numpy(steps)[:, None]
+def _turned_columns(grid: Grid, local_CR: Tensor, rows_CC: Tensor, *given_CR: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes and steps of `turn_column`s by NumPy: few rows cost calls: a column takes all before it at once."""
+    midpoints = ((grid.values[1:] + grid.values[:-1]) / 2).to(local_CR.dtype)
+    search = cells(tuple(midpoints.tolist()), midpoints.dtype)
+    assert search is not None  # no book of a preset is too narrow
+    book, codes_C, midpoints_C = (x.numpy() for x in (grid.values, search[2].long(), search[3]))
+    steps_CR, found, codes = torch.empty_like(local_CR), np.empty(local_CR.shape, midpoints_C.dtype), []
+    steps, few = steps_CR.numpy(), max(1, IN_ONE_THREAD // local_CR.shape[1])
+    pushed, at = np.empty_like(steps[0]), np.empty_like(steps[0], steps.dtype if grid.counts else np.float32)
+    last = len(book if grid.counts else codes_C) - 1
+    per_unit, shift, none, all_ = (np.full_like(at, x) for x in (*search[:2], 0, last))  # NumPy converts numbers
+    before = zip(*(x.numpy() for x in (local_CR, rows_CC.T.contiguous(), *given_CR)), found, steps, strict=True)
+    for j, (left, row, pull, now, scale, code, step) in enumerate(before):
+        known = slice(j // few * few, j)
+        if j == known.start:
+            local_CR[j:].addmm_(rows_CC[j - few : j, j:].T, steps_CR[j - few : j], alpha=-1)
+        else:
+            np.subtract(left, row[known].dot(steps[known], out=pushed), out=left)
+        np.add(np.multiply(left, pull, out=code), now, out=code)
+        if grid.counts:
+            np.minimum(np.fmax(np.rint(code, out=code), none, out=code), all_, out=code)
+        else:
+            np.add(np.multiply(code, per_unit, out=at, casting="same_kind", dtype=at.dtype), shift, out=at)
+            cell = np.minimum(np.fmax(at, none, out=at), all_, out=at).astype(np.int64)
+            codes.append(codes_C.take(cell) + (code >= midpoints_C.take(cell)))
+            book.take(codes[-1], out=code, mode="clip")
+        np.multiply(np.subtract(code, now, out=step), scale, out=step)
+    return torch.from_numpy(np.array(codes or found, np.uint8)), steps_CR[:, None]
 
 
 def refit_scales(

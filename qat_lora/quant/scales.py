@@ -3,11 +3,10 @@
 Scales are a tuple of tensors, one (`scale`) for tensor, channel and group sharing, two (`scale_a`, `scale_b`) for
 low-rank. `meaning` alone knows what numbers of every group make of codes, and is differentiable.
 
-Asymmetric codes have a range [low, high] for each group, which always contains zero: s = (high - low) / (2^b - 1) and
-z = round(-low / s), so that zero itself is a code, at `bits` bits a zero point. Formats that store the lower end as a
-float instead (GGUF's Q4_1) spend 16, and lose the exact zero. K-quants have two levels: the scale of a group is `scale`
-of 256 inputs times the group's `steps`, and with the code `minimum` the group's lowest value is -`minimum` times its
-`minima`. Both products are exact in float32.
+Asymmetric codes have a range [low, high] for each group, which always contains zero: s = (high - low) / (2^b - 1) and z
+= round(-low / s), so that zero itself is a code, at `bits` bits a zero point. A lower end stored as a float (GGUF's
+Q4_1) takes 16, and loses the exact zero. K-quants have two levels: the scale of a group is `scale` of 256 inputs times
+its `steps`, and with the code `minimum` its lowest value is -`minimum` times its `minima`. Both are exact in float32.
 """
 
 import dataclasses
@@ -283,11 +282,12 @@ def low_rank_scales(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | N
     b = (root[:, None] * vh[:known] / size.sqrt()).repeat_interleave(size.long(), 1)
     chance = torch.randn(rank - known, in_features, generator=torch.Generator().manual_seed(0)).to(b)
     b = torch.cat([b, chance * b.square().mean().sqrt()])
-    importance = torch.ones_like(weight_OI) if importance_I is None else importance_I.to(weight_OI).expand_as(weight_OI)
+    importance = 1.0 if importance_I is None else importance_I.to(b).view(-1, in_features).mean(0)
     for _ in range(SWEEPS):
-        q = decode(encode(weight_OI / away_from_zero(a @ b), values), values)
-        a = _least_squares(q, weight_OI, importance, a, b)
-        b = _least_squares(q.T, weight_OI.T, importance.T, b.T, a.T).T
+        parts = zip(*(x.split(rows_at_once(weight_OI)) for x in (weight_OI, a)), strict=True)
+        q = torch.cat([decode(encode(weight / away_from_zero(own @ b), values), values) for weight, own in parts])
+        a = _least_squares(q, weight_OI, a, b, b * importance)
+        b = _least_squares(q.T, weight_OI.T, b.T, a.T, a.T).T  # the importance of a column is that of its equation
     a = torch.nn.functional.pad(a, (0, spec.rank - rank))
     b = torch.nn.functional.pad(b, (0, 0, 0, spec.rank - rank))
     # Equal norms for both factors, so that neither leaves float16 and one learning rate serves both.
@@ -297,7 +297,8 @@ def low_rank_scales(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | N
 
 def away_from_zero(scale: Tensor) -> Tensor:
     """Return scales with their sign but at least `TINY` in size, safe to divide by."""
-    return torch.where(scale < 0, scale.clamp_max(-TINY), scale.clamp_min(TINY))
+    sign = (scale >= 0).to(scale.dtype) * 2 - 1  # `where` takes a CPU four times as long: signs cannot be guessed
+    return scale.abs().clamp_min(TINY) * sign
 
 
 def divisor(scale: Tensor, spec: QuantSpec) -> Tensor:
@@ -305,12 +306,14 @@ def divisor(scale: Tensor, spec: QuantSpec) -> Tensor:
     return away_from_zero(scale) if spec.sharing == "lowrank" else scale
 
 
-def _least_squares(q_OI: Tensor, weight_OI: Tensor, importance_OI: Tensor, a_OR: Tensor, b_RI: Tensor) -> Tensor:
-    """Solve min over A of importance · (W - Q * (A B))² row by row, pulled slightly towards the A given."""
+def _least_squares(q_OI: Tensor, weight_OI: Tensor, a_OR: Tensor, b_RI: Tensor, weighed_RI: Tensor) -> Tensor:
+    """Solve min over A of (W - Q * (A B))² row by row, pulled slightly towards the A given; B is weighed too."""
     first, second = torch.triu_indices(len(b_RI), len(b_RI), device=b_RI.device)
-    upper = (importance_OI * q_OI.square()) @ (b_RI[first] * b_RI[second]).T  # one product for all rows
-    gram = upper.new_empty(len(upper), len(b_RI), len(b_RI))
-    gram[:, first, second] = gram[:, second, first] = upper
+    upper = q_OI.square() @ (b_RI[first] * weighed_RI[second]).T  # one product for all rows
+    places = first.new_empty(len(b_RI), len(b_RI))
+    places[first, second] = places[second, first] = torch.arange(len(first)).to(places)
+    gram = upper.index_select(1, places.flatten()).unflatten(1, places.shape)
     ridge = 1e-4 * gram.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(1e-12)
-    gram = gram + ridge[:, None, None] * torch.eye(b_RI.shape[0], dtype=q_OI.dtype, device=q_OI.device)
-    return torch.linalg.solve(gram, (importance_OI * q_OI * weight_OI) @ b_RI.T + ridge[:, None] * a_OR)
+    gram.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
+    right = (q_OI * weight_OI) @ weighed_RI.T + ridge[:, None] * a_OR
+    return torch.cholesky_solve(right[..., None], torch.linalg.cholesky(gram))[..., 0]

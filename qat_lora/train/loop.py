@@ -1,8 +1,7 @@
 """The training loop, the same on a laptop, a GPU, a TPU chip or many, because it knows nothing but a `Runtime`.
 
 An iteration is one optimizer step of `accumulation` micro-batches. Its values stay on the device and are fetched
-together every `log_steps`. Everything else that a run does (evaluate, save, answer a signal) is done between steps, by
-`callbacks`.
+together every `log_steps`. What else a run does (evaluate, save, obey a signal) is between steps, by `callbacks`.
 """
 
 import sys

@@ -80,6 +80,27 @@ def test_ties_go_up_and_what_is_outside_is_clipped():
     assert encode(torch.tensor([-1e9, -float("inf"), 1e9, float("inf")]), halves).tolist() == [0, 0, 3, 3]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_look_up_finds_what_a_search_finds_at_every_midpoint_and_beside_it(dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    values = (torch.randn(2 ** (seed + 1), generator=generator) * 10 ** (seed - 3)).sort().values
+    values[seed // 4 * 3 :: 7] = values[0] if seed == 4 else values[seed // 4 * 3 :: 7]  # several at one value
+    values = values.sort().values
+    midpoints = ((values[1:] + values[:-1]) / 2).to(dtype)
+    beside = [torch.nextafter(midpoints, torch.full_like(midpoints, end)) for end in (-torch.inf, torch.inf)]
+    ends = torch.tensor([-torch.inf, torch.inf, 0.0, -3e38, 3e38]).to(dtype)
+    noise = torch.randn(3 * SMALL, generator=generator).to(dtype) * values[-1].to(dtype)
+    x = torch.cat([midpoints, *beside, ends, noise])
+    assert torch.equal(encode(x, values), torch.searchsorted(midpoints, x, right=True).to(torch.uint8))
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_what_is_no_number_gets_a_code_of_the_book(bits):
+    values = normal_table(bits)
+    assert int(encode(torch.full((2 * SMALL,), torch.nan), values).max()) < len(values)
+
+
 def test_the_normal_table_is_nf4_at_four_bits():
     assert normal_table(4).tolist() == pytest.approx(NF4, abs=2e-6)
 

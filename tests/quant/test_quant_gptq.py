@@ -243,9 +243,12 @@ def test_columns_taken_by_numpy_are_those_of_the_loop(rows, columns, zero, book,
     codes = torch.ones(rows, columns, dtype=torch.uint8)
     weight = 2 * torch.randn(rows, columns, generator=draw, dtype=torch.float64)
     slope, found = slope_of(weight, grid.dense(codes), damped), []
-    for numbers in (loop.PIECE, 0):
+    for numbers, in_one_thread in ((loop.PIECE, 2**15), (loop.PIECE, 10 * rows), (loop.PIECE, 1), (0, 1)):
         monkeypatch.setattr(loop, "PIECE", numbers)
+        monkeypatch.setattr("qat_lora.quant.gptq.IN_ONE_THREAD", in_one_thread)
         found.append(descend(slope, damped, grid, codes))
-    assert torch.equal(found[0][0], found[1][0]) and not torch.equal(found[0][0], codes)
-    assert torch.allclose(found[0][1], found[1][1], rtol=1e-9, atol=1e-9)
+    assert not torch.equal(found[0][0], codes)
+    for other in found[1:]:
+        assert torch.equal(found[0][0], other[0])
+        assert torch.allclose(found[0][1], other[1], rtol=1e-9, atol=1e-9)
     assert torch.allclose(found[0][1], slope_of(weight, grid.dense(found[0][0]), damped), rtol=1e-9, atol=1e-9)

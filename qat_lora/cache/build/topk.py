@@ -111,9 +111,8 @@ def draw_weighted(weights_NV: Tensor, uniforms_ND2: Tensor) -> Tensor:
     """Draw tokens int32 [N, D] with repetition, in proportion to weights of which the largest is 1; 0 without any.
 
     Two numbers in [0, 1) a draw invert the cumulative distribution in two steps: a block of about √V tokens, then a
-    token of it. One float32 cumulative sum over 151,936 tokens is wrong by up to 1e-4 of the whole in its rear, and one
-    24-bit number cannot tell apart tokens below 6e-8; sums of 390 numbers are exact to 1e-6 of themselves. Gumbel noise
-    would need V numbers a draw.
+    token of it. One float32 cumulative sum over 151,936 tokens errs by 1e-4 of the whole, and one 24-bit number cannot
+    tell apart tokens below 6e-8; sums of 390 numbers are exact to 1e-6. Gumbel noise would need V numbers a draw.
     """
     vocab_size = weights_NV.shape[-1]
     width = math.isqrt(vocab_size - 1) + 1 if vocab_size > 1 else 1

@@ -2,8 +2,7 @@
 
 A shard is committed by its sidecar, which also holds the source's position after the shard's last row. Resuming is
 therefore a look at the last sidecar: no replay of the text, no counters that can disagree with the data. The manifest
-is written last and only by a build that ran to its end: leaving the `with` block by an exception writes none, where
-other dataset writers happily seal half a dataset.
+is written last and only by a build that ran to its end: leaving the `with` block by an exception writes none.
 
 Evaluation rows come first, as a shard series of their own (`e-`), then the training rows (`s-`). A cache is a pure
 function of its rows: no dates, no host names, so equal builds have equal bytes.

@@ -86,10 +86,9 @@ def encode_values(head_logits: np.ndarray, value_dtype: str, temperature: float 
     """Return the array or arrays that hold top-K values [..., K], at most 0 and falling.
 
     `uint8` values are codes c of -R·(c/255)^1.5 with one fp16 range R a position: the top entry is exactly 0, and the
-    steps grow with depth, slower than the probabilities fall. On our teachers and on Zipf-like ones with ranges from 4
-    to 25 nats this costs a mean KL of about 1e-5; even steps (c/255) cost up to twice that where ranges are wide,
-    square-law ones where they are narrow. The losses renormalise, so top K and tail sum to one all the same.
-    `temperature` is the largest at which they are used.
+    steps grow with depth, slower than the probabilities fall. With ranges from 4 to 25 nats this costs a KL of about
+    1e-5; even steps (c/255) cost up to twice that where ranges are wide, square-law ones where they are narrow. The
+    losses renormalise, so top K and tail still sum to one. `temperature` is the largest at which they are used.
     """
     if value_dtype == "float16":
         return {"val": np.maximum(head_logits, -_FP16_LARGEST).astype("<f2")}
@@ -116,8 +115,7 @@ def encode_rows(rows: Arrays, fingerprint: Fingerprint) -> Arrays:
 
     They are `input_ids` int [n, L], `loss_mask` [n, L] (0 or 1), `doc_starts` bool [n, L], `head_ids` int [n, L-1, K]
     and `head_logits` float [n, L-1, K] (logit minus maximum, rank order), `lse` and `log_tail` float32 [n, L-1] for
-    every temperature; where the cache holds them `tail_draw_ids` and `draw_ids` int [n, L-1, D] and `teacher_hidden`
-    float [n, L-1, H].
+    every temperature; if held `tail_draw_ids` and `draw_ids` int [n, L-1, D] and `teacher_hidden` float [n, L-1, H].
 
     CacheError: an array of another shape, an id outside the vocabulary, NaN, hidden states beyond float16.
     """

@@ -1,9 +1,8 @@
 """The records of a cache: fingerprint, sidecars and manifest, as strictly read JSON.
 
-Every record is *closed*: an unknown, absent or repeated key is an error, so that no typing mistake or newer version
-passes for something else. It is *bounded*: files above a size are not parsed. It is *sealed*: its last value is the
-sha256 of everything before it. Checksums over "canonical JSON" need the same JSON writer in every language, checksums
-over a prefix of the bytes do not.
+Every record is *closed*: an unknown, absent or repeated key is an error, so no typing mistake or newer version passes.
+It is *bounded*: files above a size are not parsed. It is *sealed*: its last value is the sha256 of everything before
+it. A checksum over "canonical JSON" would need one JSON writer in every language.
 """
 
 import dataclasses

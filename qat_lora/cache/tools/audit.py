@@ -6,8 +6,7 @@ gives its first k entries and the mass of all others. Means over the positions t
 * `kl_stored`: KL(p ‖ q), where q, normalised, spreads the stored tail mass in the teacher's own proportions: the KL on
   k + 1 outcomes by the chain rule, and so the error of storing.
 * `tail_mass`: the teacher's probability outside the k entries, which no storing error describes.
-* `kl_even_tail`: the KL with the tail mass spread evenly over the other V - k tokens: no defect, but what a loss that
-  treats the tail as one outcome cannot see.
+* `kl_even_tail`: the KL with the tail mass even over the other V - k tokens, which a one-outcome tail cannot see.
 """
 
 from collections.abc import Mapping, Sequence

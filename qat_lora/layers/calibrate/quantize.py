@@ -7,9 +7,8 @@ through one `LayerFitter`, which keeps finished blocks for a run that is interru
 
 A resumed run must compute with the very same tensors, since later layers are fitted to the outputs of the finished
 ones. So a fitted layer is first brought into the form in which it is kept (packed codes, float16 scales, float32
-factors, contiguous: another memory layout is rounded differently), and the run that fitted it continues from that form
-as well. Activations are recomputed: two forwards take seconds where a fit took minutes, and the states of all rows
-would outgrow the student.
+factors, contiguous: another layout is rounded differently), and the run that fitted it goes on from that form too.
+Activations are recomputed: two forwards take seconds, a fit minutes, and all states would outgrow the student.
 """
 
 from __future__ import annotations

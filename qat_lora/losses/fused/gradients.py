@@ -1,9 +1,8 @@
 """The fused loss between its walks: what is walked through, and the loss and gradient of each softmax.
 
-However the logits are walked through, a softmax ends up as three things: the logits at the top-K ids, those at the
-points' ids, and the log of the sum over all others. From these, all of size [positions, K], come every loss and every
-gradient; only the tail's gradient has to be spread over the vocabulary, in proportion to exponentials that the walk
-holds anyway. A `DenseTerm` alone needs every logit.
+However logits are walked through, a softmax is three things: the logits at the top-K ids and the points' ids, and the
+log of the sum over all others. From these, all of size [positions, K], come every loss and gradient; only the tail's is
+spread over the vocabulary, by exponentials that the walk holds anyway. A `DenseTerm` alone needs every logit.
 """
 
 from collections.abc import Callable, Sequence

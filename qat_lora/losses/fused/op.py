@@ -1,9 +1,8 @@
 """From hidden states and output head to loss and gradient, without ever holding [tokens, vocabulary].
 
-With a vocabulary of 150k, the logits of a few rows of text outweigh the model. So the last linear map belongs to the
-loss: logits are computed a part at a time, and because the gradient of every term is known in closed form
-(`estimators`), each part becomes its share of the gradient on the spot. Backward only scales. Three walks give the same
-result: `by_token`, `by_vocab`, and `by_kernel`.
+At a vocabulary of 150k the logits of a few rows outweigh the model. So the last linear map belongs to the loss: logits
+are computed in parts, and as every term's gradient has a closed form (`estimators`), each becomes its share of the
+gradient on the spot. Backward only scales. Three walks give the same result: `by_token`, `by_vocab`, and `by_kernel`.
 
 Compared with recomputing chunks under autograd this saves one of three matrix products and all [chunk, vocabulary]
 temporaries; compared with a kernel library it also runs on CPU and XLA, knows the tail, and does no work for a frozen

@@ -1,8 +1,7 @@
 """Choose the device and plan the start: what was asked for, what is there, and what to say when they differ.
 
-Looking at the machine (`look`) is separate from deciding (`choose`, `plan_chips`), so that every combination of flags,
-environment and hardware is a line of a table in the tests. Looking imports nothing: torch_xla costs seconds to import,
-and starting it takes the TPU away from other programs.
+Looking (`look`) is separate from deciding (`choose`, `plan_chips`), so every combination of flags, environment and
+hardware is a line of a test's table. Looking imports nothing: torch_xla takes seconds, and the TPU from other programs.
 
 `TPU_NUM_DEVICES`, which torch_xla's own error message recommends, is read nowhere in torch_xla 2.9, and `xmp.spawn`
 takes no number but 1. What decides is the topology that libtpu is told: `TPU_VISIBLE_CHIPS` and bounds for one process
