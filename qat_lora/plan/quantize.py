@@ -30,7 +30,7 @@ from qat_lora.setup.allocation import choices
 from qat_lora.setup.common import calibration_batch_rows
 
 FLOAT32_RATE = {"tpu": 1 / 6, "cuda": 1 / 15}  # of bfloat16's: six passes of a TPU, none of a card's product units
-COLUMN_S = {"cuda": 10 * 5e-6, "cpu": 12e-6}  # seconds to start what a column takes; a TPU's are one program
+COLUMN_S = {"cuda": 10 * 5e-6, "cpu": 9e-6}  # seconds to start what a column takes; a TPU's are one program
 COLUMN_PASSES = {"tpu": 11, "xla": 11}  # times a column's round moves its block, as in a v6e's program; else twice
 CLIP_OPERATIONS = 8  # to round a weight at one clip, and to weigh the error
 
