@@ -7,8 +7,8 @@ and one that low bits hurt, which takes many tokens a weight; depth matters leas
     python benchmarks/wide_teacher.py --text DIR --held-out LIST --out DIR
 
 `--text` is a folder of Python sources or other text, 200 MB or more (an environment's packages will do); files of
-`--held-out`, and files of an equal name and size, are left out. Hours on two cores: it may be stopped and started
-again at will, and goes on from its last state, at most ten minutes old.
+`--held-out`, and files of an equal name and size, are left out. An hour and a half on two cores that multiply bfloat16,
+0.8 s a step: it may be stopped and started again at will, and goes on from its last state, at most ten minutes old.
 """
 
 from __future__ import annotations
