@@ -2,7 +2,7 @@
 
 One NaN in a scale makes all outputs NaN without an error, and Python's JSON writes a word that no other reader accepts.
 So every tensor is checked when it is read and before it is written, by its minimum and maximum: both are NaN if any
-entry is, an infinity is one of them. That takes one pass and no memory; `torch.isfinite` 100 times as long.
+entry is, an infinity is one of them. That takes one pass and no memory; `torch.isfinite` takes 100 times as long.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Files that are whole or not there, locks, and a run's own files: listed first, never written over anybody else's.
 
 A run lists the files it writes (`qat_lora_files.txt`). `--overwrite` removes those alone, and a name taken by an
-unlisted file is refused; a run that owns everything in its folder deletes what people put there. It is a write-ahead
-log: a kill leaves no file unlisted. Names are all it knows: a user's file under a listed name counts as the run's.
+unlisted file is refused; a run that owns everything in its folder deletes what people put there. The list is a
+write-ahead log: a kill leaves no file unlisted. It holds names: a user's file under a listed one counts as the run's.
 
 A new file appears whole or not at all: temporary file, fsync, link, fsync of the folder. Under the final name a kill
 leaves half a file, rename without fsync leaves an empty one after a power cut, and overwrites what another process has

@@ -1,7 +1,7 @@
 """The one table of presets, `presets.yaml`, how a user changes one, and how bytes are divided to meet a size.
 
-A `Preset` gives each linear layer of a model its spec by the first rule whose pattern is found in the layer's name.
-Other names are refused with the list. A user changes a preset by pattern: `keep` leaves layers as they are, `override`
+A `Preset` gives each linear layer of a model its spec by the first rule whose pattern is found in the layer's name. A
+preset that is not listed is refused. A user changes a preset by pattern: `keep` leaves layers as they are, `override`
 gives them another preset's spec. Both become rules in front of its own, so a checkpoint's config.json describes it.
 
 With a target size, every layer gets format and adapter rank by `allocate`. A point is what one layer may be: its bytes,

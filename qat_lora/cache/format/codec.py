@@ -115,7 +115,7 @@ def encode_rows(rows: Arrays, fingerprint: Fingerprint) -> Arrays:
 
     They are `input_ids` int [n, L], `loss_mask` [n, L] (0 or 1), `doc_starts` bool [n, L], `head_ids` int [n, L-1, K]
     and `head_logits` float [n, L-1, K] (logit minus maximum, rank order), `lse` and `log_tail` float32 [n, L-1] for
-    every temperature; if held `tail_draw_ids` and `draw_ids` int [n, L-1, D] and `teacher_hidden` float [n, L-1, H].
+    every temperature; if held, `tail_draw_ids` and `draw_ids` int [n, L-1, D] and `teacher_hidden` float [n, L-1, H].
 
     CacheError: an array of another shape, an id outside the vocabulary, NaN, hidden states beyond float16.
     """

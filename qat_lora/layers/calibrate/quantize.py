@@ -8,7 +8,7 @@ through one `LayerFitter`, which keeps finished blocks for a run that is interru
 A resumed run must compute with the very same tensors, since later layers are fitted to the outputs of the finished
 ones. So a fitted layer is first brought into the form in which it is kept (packed codes, float16 scales, float32
 factors, contiguous: another layout is rounded differently), and the run that fitted it goes on from that form too.
-Activations are recomputed: two forwards take seconds, a fit minutes, and all states would outgrow the student.
+Activations are recomputed: two forwards take seconds, a fit minutes, and states kept would outgrow the student.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def run_group(work: Callable[[], Any], count: int, threads: int, start_method: L
     """Run `work` in `count` processes of this machine, with the variables of a process group.
 
     Each computes with `threads` threads of the CPU. `spawn` pickles the work; `fork` shares this process's memory, and
-    is unsafe once it has used threads. Returns what the main one's work did: a path or plain values; raises as `run`.
+    is unsafe once it has used threads. Returns what the main one's work gave: a path or plain values; raises as `run`.
     """
     context: Any = multiprocessing.get_context(start_method)
     group = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
