@@ -5,7 +5,8 @@ that takes the same bytes, untrained and after the same short recovery (adapter 
 all tensors in `--for`'s files, embedding and adapter included. A case is PRESET:RANK:HEAD: a uniform student whose LM
 head, tied to the embedding, is quantised too, as an export would do it (q4_0) or better (q8_0): against tables of 16
 bits, the allocation would win by those alone. `ranks:PRESET:RANK:SHARE` keeps the preset and a dense LM head and lets
-only ranks vary, at that share of the bytes of the uniform adapter in float16: the claim there is no more KL at 0.6.
+only ranks vary, at that share of the bytes of the uniform adapter in float16: the claim there is no more KL at 0.6. A
+recovered adapter of the allocation is scored as llama.cpp's file stores it, in Q8_0 where blocks fit.
 
     python benchmarks/allocation.py --teacher DIR --library DIR --trained-on LIST --held-out LIST --work DIR --out FILE
 
@@ -22,12 +23,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gguf
 import torch
 
 from qat_lora.data.sources import TextConfig
 from qat_lora.evaluate.score import measure
 from qat_lora.export.forms import FORMATS, adapter_bytes, layer_bytes, other_bytes
-from qat_lora.layers.convert import LM_HEAD, add_lora, check_reach
+from qat_lora.layers.convert import LM_HEAD, add_lora, check_reach, lora_layers
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import allocated_ranks, load_starts
 from qat_lora.models.hub import HubConfig
@@ -130,10 +132,21 @@ def scored(
         recovered = {}
         for kind, folder in students.items():
             asked = LoraConfig(recovery_r=rank) if kind == "uniform" else LoraConfig()
-            best = trained(arguments, work, folder, asked)
-            recovered[kind] = kl(teacher, open_student(str(best), HubConfig()).model, held_out)
+            student = open_student(str(trained(arguments, work, folder, asked)), HubConfig()).model
+            if kind == "allocated" and arguments.engine == "llama.cpp":
+                in_blocks(student)
+            recovered[kind] = kl(teacher, student, held_out)
         found["recovered"] = with_gain(recovered)
     return found
+
+
+def in_blocks(student: CausalLM) -> None:
+    """Round an adapter's factors to the Q8_0 that llama.cpp's file has of those whose rows blocks divide."""
+    for layer in lora_layers(student.module).values():
+        for factor in (layer.lora_A, layer.lora_B):
+            if factor.shape[1] % 32 == 0:
+                rounded = gguf.quantize(factor.detach().numpy(), gguf.GGMLQuantizationType.Q8_0)
+                factor.data = torch.from_numpy(gguf.dequantize(rounded, gguf.GGMLQuantizationType.Q8_0))
 
 
 def add_lora_if_any(student: CausalLM, folder: Path, rank: int) -> None:

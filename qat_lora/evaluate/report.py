@@ -134,12 +134,9 @@ def worst_tokens(report: Mapping[str, Any]) -> dict[str, list[list[str]]]:
 
 def task_rows(tasks: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[list[str]]:
     """Return header and rows of text cells: a row for each task and metric, a column for each model."""
-    body = [
-        [task, metric, *(f"{of[task][metric]:.4f}" for of in tasks.values())]
-        for task, metrics in next(iter(tasks.values())).items()
-        for metric in metrics
-        if not metric.endswith("_stderr")
-    ]
+    found = ((task, metric) for task, metrics in next(iter(tasks.values())).items() for metric in metrics)
+    named = [(task, metric) for task, metric in found if not metric.endswith("_stderr")]
+    body = [[task, metric, *(f"{of[task][metric]:.4f}" for of in tasks.values())] for task, metric in named]
     return [["task", "metric", *tasks], *body]
 
 

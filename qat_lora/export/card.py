@@ -103,10 +103,9 @@ def read_scores(folder: str) -> dict[str, Any]:
 
 def labelled(result: Mapping[str, Any]) -> dict[str, str]:
     """Return an export's measurements for people: words for names, sizes with their unit."""
+    known = {name: value for name, value in result.items() if value is not None}
     return {
-        name.removesuffix("_mb").replace("_", " "): f"{value} MB" if name.endswith("_mb") else f"{value}"
-        for name, value in result.items()
-        if value is not None
+        n.removesuffix("_mb").replace("_", " "): f"{v} MB" if n.endswith("_mb") else f"{v}" for n, v in known.items()
     }
 
 

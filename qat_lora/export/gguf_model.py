@@ -63,11 +63,8 @@ def architecture(model: CausalLM) -> Architecture:
     scale, wide = getattr(config, "query_pre_attn_scalar", None), heads * head_width(config)
     per_head = config.hidden_size // heads if GEMMA_27B.get(found.name) == config.num_hidden_layers else 0
     local = found.gemma and [layer == "sliding_attention" for layer in config.layer_types]
-    is_other = (
-        local
-        and any(local)
-        and local != [(i + 1) % (2 if found.name == "gemma2" else 6) > 0 for i in range(len(local))]
-    )
+    usual = [(i + 1) % (2 if found.name == "gemma2" else 6) > 0 for i in range(len(local or ()))]
+    is_other = local and any(local) and local != usual
     step, normed = getattr(config, "decoder_sparse_step", 1), getattr(config, "norm_topk_prob", found.normed)
     checks = (
         ("biases of", next((n for n in biased if not re.search(found.biases, n.replace(".base", ""))), None)),

@@ -92,12 +92,9 @@ def _is_fused(module: nn.Module) -> bool:
     plain = getattr(type(module), "_apply_gate", None)
     odd = ("is_transposed", "has_bias", "has_post_expert_norm")
     experts, hidden, inner = down.shape
-    return (
-        gate_up.shape == (experts, 2 * inner, hidden)
-        and getattr(plain, "__name__", "") == "_default_apply_gate"
-        and getattr(module, "is_concatenated", False)
-        and not any(getattr(module, name, False) for name in odd)
-    )
+    joined = gate_up.shape == (experts, 2 * inner, hidden) and getattr(module, "is_concatenated", False)
+    usual = getattr(plain, "__name__", "") == "_default_apply_gate"
+    return joined and usual and not any(getattr(module, name, False) for name in odd)
 
 
 def join_experts(model: nn.Module) -> None:

@@ -80,11 +80,8 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
 
 def _factors(layers: dict[str, Any]) -> dict[str, nn.Parameter]:
     """Return the adapters' factors by their names in PEFT."""
-    return {
-        f"{PREFIX}{name}.{factor}.weight": layer.get_parameter(factor)
-        for name, layer in layers.items()
-        for factor in ("lora_A", "lora_B")
-    }
+    both = [(name, factor) for name in layers for factor in ("lora_A", "lora_B")]
+    return {f"{PREFIX}{name}.{factor}.weight": layers[name].get_parameter(factor) for name, factor in both}
 
 
 @functools.cache  # a run saves many adapters of one base

@@ -222,12 +222,8 @@ class CausalLM:
 
     def norms(self) -> dict[str, nn.Parameter]:
         """Return the parameters of all norms by name."""
-        return {
-            f"{name}.{part}": parameter
-            for name, module in self.module.named_modules()
-            if type(module).__name__.endswith("Norm")
-            for part, parameter in module.named_parameters(recurse=False)
-        }
+        norms = {name: norm for name, norm in self.module.named_modules() if type(norm).__name__.endswith("Norm")}
+        return {f"{name}.{part}": p for name, norm in norms.items() for part, p in norm.named_parameters(recurse=False)}
 
     def hidden(self, input_ids_BL: Tensor, document_ids_BL: Tensor) -> Tensor:
         """Return the last hidden states [B, L, H]; attention and positions restart with each document."""

@@ -2,9 +2,10 @@
 
 A layer in a format costs tr(G E H Eᵀ) / 2 nats to second order, with G and H as in `layers.calibrate.fisher` and E the
 error of GPTQ rounding, which is cheap and ranks formats as the final descent does. What an adapter closes of it is read
-off the spectrum of G^½ E H^½, for all ranks at once. The table of an LM head, with a tied embedding, has no such G: it
-is put into the model, format by format, and the KL of some rows is taken. The choice becomes an ordinary preset, with a
-rule for each kind of layer and format, and adapter starts whose columns are the ranks; nothing later knows of it.
+off the spectrum of G^½ E H^½, for all ranks at once, and corrected by what codes chosen beside an adapter gain: without
+that, ranks went to layers that need few. An LM head, with a tied embedding, has no such G: it is put into the model,
+format by format, and the KL of some rows is taken. The choice becomes an ordinary preset, with a rule for each kind of
+layer and format, and adapter starts whose columns are the ranks; nothing later knows of it.
 """
 
 import contextlib
@@ -40,6 +41,7 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.types import Batch
 
 HEAD_ROWS = 16  # of calibration, on which tables are measured
+JOINT_RANKS, JOINT_TURNS = (4, 16, 64), 2  # ranks beside which codes are chosen, and turns of codes and adapter
 
 
 class Choices(NamedTuple):
@@ -79,9 +81,7 @@ def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:
         for spec in specs[names[0]]:
             for rank in range(1 + (0 if LM_HEAD.search(names[0]) else min(options.start_rank, *map(min, shapes)))):
                 points.append((names, spec, rank))
-                sizes.append(
-                    sum(layer_bytes(engine, spec, o, i) + adapter_bytes(engine, o, i, rank) for o, i in shapes)
-                )
+                sizes += [sum(layer_bytes(engine, spec, o, i) + adapter_bytes(engine, o, i, rank) for o, i in shapes)]
         least, most = least + min(sizes[first:]), most + max(sizes[first:])
     wanted = target.bytes(sum(p.numel() for p in module.parameters()))
     low, high = math.ceil(least / 1e3) / 1e3, math.floor(most / 1e3) / 1e3
@@ -109,12 +109,16 @@ def measured_costs(
     for name in tqdm(most, desc="formats and ranks", unit="layer", disable=options.run.quiet):
         kept = work.take(f"allocation-{name}")
         costs[name] = torch.empty(0) if kept is None else kept[0]["costs"]
-        linear, curvature = model.module.get_submodule(name), Curvature(moments[name])
+        linear, curvature, shares = model.module.get_submodule(name), Curvature(moments[name]), None
         for spec in dict.fromkeys(spec for names, spec, _ in found.points if name in names and kept is None):
             codes = quantize_weight(linear.weight, spec, "gptq", curvature)
             if name in sensitivity:
                 metric = Metric.of(linear.weight, moments[name], sensitivity[name].outputs_OO.to(linear.weight.device))
-                cost = metric.costs(linear.weight.float() - codes.dense(spec), most[name]).cpu() / 2
+                error = linear.weight.float() - codes.dense(spec)
+                cost = metric.costs(error, most[name]).cpu() / 2
+                if shares is None and options.rank_of_codes:
+                    shares = _shares(linear.weight.float(), spec, curvature, metric, error)
+                cost *= 1.0 if shares is None else shares[: len(cost)]
             else:
                 cost = _kl_with(model, name, QuantLinear.from_linear(linear, spec, codes), few, runtime)
             costs[name] = torch.cat([costs[name], cost])
@@ -122,6 +126,20 @@ def measured_costs(
             work.keep(f"allocation-{name}", {"costs": costs[name]}, {})
     alike = dict.fromkeys(names for names, _, _ in found.points)
     return torch.cat([torch.stack([costs[name] for name in names]).sum(0) for names in alike]).double().numpy()
+
+
+def _shares(weight_OI: Tensor, spec: QuantSpec, curvature: Curvature, metric: Metric, error_OI: Tensor) -> Tensor:
+    """Return the shares of GPTQ's costs, by rank, that are left if codes are chosen in G too and beside the adapter."""
+    alone_R, left, most = metric.costs(error_OI, max(JOINT_RANKS)), {0: 1.0}, min(weight_OI.shape)
+    for rank in (rank for rank in JOINT_RANKS if rank < most):
+        beside = error_OI
+        for _ in range(JOINT_TURNS):
+            a_RI, b_OR = metric.correction(beside, rank)[0]
+            beside = weight_OI - quantize_weight(weight_OI - b_OR @ a_RI, spec, "gptq", curvature).dense(spec)
+        left[rank] = min(1.0, float(metric.costs(beside, rank)[-1] / alone_R[rank].clamp_min(1e-30)))
+    root = metric.outputs.factor  # rounding in G leaves what is on its diagonal, as Babai's nearest plane does
+    in_outputs = float(root.diagonal().norm() / root.norm()) ** 2 if root.dim() == 2 else 1.0
+    return torch.from_numpy(in_outputs * np.interp(np.log1p(range(1 + most)), np.log1p([*left]), [*left.values()]))
 
 
 def _kl_with(model: CausalLM, name: str, layer: QuantLinear, batches: Sequence[Batch], runtime: Runtime) -> Tensor:

@@ -17,6 +17,7 @@ from qat_lora.export.forms import FORMATS
 from qat_lora.export.gguf_model import gguf_name
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.gguf_header import read_header
+from qat_lora.layers.calibrate.fit import INPUT_FLOOR, OUTPUT_FLOOR, FitSettings, Metric, fit_layers
 from qat_lora.layers.convert import add_lora, lora_layers, quant_layers
 from qat_lora.layers.lora import LoraConfig, of_one_input
 from qat_lora.models.adapter import STARTS, allocated_ranks, load_starts, save_adapter
@@ -24,7 +25,9 @@ from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import load_model
 from qat_lora.models.student import open_student
 from qat_lora.plan.quantize import plan_quantize
-from qat_lora.quant.presets import TargetConfig
+from qat_lora.quant.gptq import Curvature, damped
+from qat_lora.quant.initialize import quantize_weight
+from qat_lora.quant.presets import TargetConfig, preset
 from qat_lora.setup import allocation
 from qat_lora.train.loop import LoopConfig
 
@@ -134,6 +137,27 @@ def test_recovery_and_exports_take_the_ranks_of_the_student(tiny, allocated, tmp
     assert {name: factors[f"{name}.lora_a"].shape[1] for name in ranks} == ranks
     other = call("recover", replace(options, lora=LoraConfig(recovery_r=2), run=part(tmp_path / "two")))
     assert {len(x.lora_A) for x in lora_layers(open_student(str(other), HubConfig()).model.module).values()} == {2}
+
+
+def test_costs_know_what_codes_chosen_beside_an_adapter_gain(tmp_path):
+    torch.manual_seed(0)
+    weight, spec = torch.randn(48, 64), preset("q2_0").rules[0][1]
+    mixed = torch.randn(64, 64) / 8 + torch.eye(64)
+    moment, outputs = mixed @ mixed.T, torch.randn(48, 96) @ torch.randn(96, 48).abs() / 96
+    outputs = outputs @ outputs.T + 0.1 * torch.eye(48)
+    metric, curvature = Metric.of(weight, moment, outputs), Curvature(moment)
+    error = weight - quantize_weight(weight, spec, "gptq", curvature).dense(spec)
+    shares = allocation._shares(weight, spec, curvature, metric, error)
+    h, g = (damped(x.double(), floor) for x, floor in ((moment, INPUT_FLOOR), (outputs, OUTPUT_FLOOR)))
+    in_outputs = torch.linalg.cholesky(g).diagonal().square().sum() / g.trace()
+    torch.testing.assert_close(shares[0], in_outputs, rtol=1e-4, atol=0.0)
+    shares /= in_outputs
+    assert shares.shape == (49,) and bool((shares > 0).all() and (shares <= 1.0001).all()) and shares[16] < 0.9
+    for rank in (4, 16):  # descent beside the adapter does at least as well as two turns of it
+        fit = fit_layers([weight], spec, FitSettings("descent", rank, rank), [moment.clone()], [outputs])[0]
+        change = weight - fit.quantised.dense(spec) - fit.factors.b_OR @ fit.factors.a_RI
+        reached = torch.einsum("oi,ij,pj,op->", change.double(), h, change.double(), g)
+        assert float(reached) < float(shares[rank] * metric.costs(error, rank)[rank])
 
 
 def test_a_student_without_adapters_is_no_student_for_recovery(tiny, tmp_path):
