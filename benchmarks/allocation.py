@@ -46,7 +46,7 @@ from qat_lora.types import Batch
 
 CASES = ("q2_0:16:q4_0", "q2_0:16:q8_0", "q2_0:4:q8_0", "ranks:q2_0:16:0.6")
 BATCH = 8
-UNREAD = ("work", "out", "machine", "teacher", "library", "trained_on", "held_out", "cases")
+UNREAD = ("work", "out", "machine", "teacher", "library", "trained_on", "held_out", "cases", "seed")
 
 
 def main() -> None:
@@ -64,17 +64,18 @@ def main() -> None:
     batches = text_batches(unseen, load_tokenizer(teacher.folder), arguments.length, arguments.eval_rows, BATCH)
     held_out = [{key: torch.from_numpy(array) for key, array in batch.items()} for batch in batches]
     for case in arguments.cases:
-        done = result["teachers"].setdefault(name, {}).setdefault(case, {})
+        label = f"{case} seed {arguments.seed}" if arguments.seed else case
+        done = result["teachers"].setdefault(name, {}).setdefault(label, {})
         if "untrained" not in done or (arguments.max_steps and "recovered" not in done):
             done |= (by_rank if case.startswith("ranks:") else compared)(arguments, teacher, held_out, case)
             out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            print(name, case, json.dumps(done), flush=True)
+            print(name, label, json.dumps(done), flush=True)
 
 
 def compared(arguments: argparse.Namespace, teacher: CausalLM, held_out: list[Batch], case: str) -> dict[str, Any]:
     """Return bytes and KL of the uniform student of a case and of the allocated one."""
     name, rank, head = case.split(":")
-    work = Path(arguments.work) / Path(arguments.teacher).name / arguments.engine
+    work = folder_of(arguments)
     size = uniform_bytes(arguments.engine, teacher, name, int(rank), head)
     bits = 8 * size / sum(p.numel() for p in teacher.module.parameters())
     common = {"start_rank": int(rank), "joint_rank": int(rank), "preset": name, "quantize_head": head}
@@ -95,7 +96,7 @@ def compared(arguments: argparse.Namespace, teacher: CausalLM, held_out: list[Ba
 def by_rank(arguments: argparse.Namespace, teacher: CausalLM, held_out: list[Batch], case: str) -> dict[str, Any]:
     """Return bytes and KL of a uniform adapter in float16 and of one whose ranks are allocated, on the same format."""
     _, name, rank, share = case.split(":")
-    work = Path(arguments.work) / Path(arguments.teacher).name / arguments.engine
+    work = folder_of(arguments)
     targets = check_reach(teacher.module, preset(name))
     shapes = {layer: teacher.module.get_submodule(layer).weight.shape for layer in targets}
     base = other_bytes(arguments.engine, teacher.module, targets, teacher.module.dtype.itemsize)
@@ -161,6 +162,12 @@ def with_gain(kls: dict[str, float]) -> dict[str, float]:
     return {**kls, "less": round(1 - kls["allocated"] / kls["uniform"], 4)}
 
 
+def folder_of(arguments: argparse.Namespace) -> Path:
+    """Return where the students of a teacher and a seed lie."""
+    seed = f"seed-{arguments.seed}" if arguments.seed else ""
+    return Path(arguments.work) / seed / Path(arguments.teacher).name / arguments.engine
+
+
 def uniform_bytes(engine: Any, teacher: CausalLM, name: str, rank: int, head: str) -> int:
     """Return the bytes of a uniform student with an adapter on all layers in an engine's files."""
     targets = check_reach(teacher.module, preset(name, lm_head=head))
@@ -172,9 +179,9 @@ def uniform_bytes(engine: Any, teacher: CausalLM, name: str, rank: int, head: st
     return total
 
 
-def settings(out: Path) -> RunConfig:
+def settings(arguments: argparse.Namespace, out: Path) -> RunConfig:
     """Return where a command writes."""
-    return RunConfig(out=str(out), device="cpu", dtype="float32", quiet=True)
+    return RunConfig(out=str(out), device="cpu", dtype="float32", quiet=True, seed=arguments.seed)
 
 
 def seen(arguments: argparse.Namespace) -> TextConfig:
@@ -185,7 +192,7 @@ def seen(arguments: argparse.Namespace) -> TextConfig:
 def quantised(arguments: argparse.Namespace, out: Path, **changed: Any) -> Path:
     """Return a student; one that is there already is taken."""
     rows = {"calibration_rows": arguments.calibration_rows, "calibration_length": arguments.length}
-    folder = RunConfig(out=str(out), device="cpu", quiet=True)
+    folder = RunConfig(out=str(out), device="cpu", quiet=True, seed=arguments.seed)
     options = QuantizeOptions(model=arguments.teacher, text=seen(arguments), run=folder, **rows, **changed)
     run(COMMANDS["quantize"], options)
     return out
@@ -197,11 +204,17 @@ def trained(arguments: argparse.Namespace, work: Path, student: Path, lora: Lora
     steps, batch = arguments.max_steps, arguments.batch_size
     rows = {"length": arguments.length, "num_rows": steps * batch, "top_k": 64}
     run(
-        COMMANDS["cache build"], CacheBuildOptions(arguments.teacher, text=seen(arguments), **rows, run=settings(cache))
+        COMMANDS["cache build"],
+        CacheBuildOptions(arguments.teacher, text=seen(arguments), **rows, run=settings(arguments, cache)),
     )
     out = work / f"{student.name}-recovered"
     loop = LoopConfig(batch_size=batch, max_steps=steps)
-    given: dict[str, Any] = {"checkpoint": str(student), "kd_cache_dir": str(cache), "loop": loop, "run": settings(out)}
+    given: dict[str, Any] = {
+        "checkpoint": str(student),
+        "kd_cache_dir": str(cache),
+        "loop": loop,
+        "run": settings(arguments, out),
+    }
     if allocated_ranks(student) == {}:  # all bytes went to codes: scales are what is left to train
         run(COMMANDS["qat"], QatOptions(**given, train_parts=("scales",)))
     else:
@@ -245,6 +258,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-steps", type=int, default=0, help="of recovery; 0: none")
     parser.add_argument("--batch-size", type=int, default=16, help="rows of a step")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0, help="of draws; another one is another row of the result")
     return parser.parse_args()
 
 
