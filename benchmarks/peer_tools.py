@@ -11,6 +11,9 @@ nothing. `computed` says that there is no such file and the bytes are the sum of
 
     /env/of/hqq/bin/python benchmarks/peer_tools.py hqq --work DIR
 
+llama.cpp needs llama-quantize and llama-imatrix (Debian: llama.cpp-tools and llama.cpp-tools-extra); mlx-lm wants torch
+beside it, to read files; GPTQModel is built with a new setuptools and without build isolation.
+
 A setting that stands is not made again; one that fails leaves its reason, which becomes its row.
 """
 

@@ -139,7 +139,7 @@ def test_recovery_and_exports_take_the_ranks_of_the_student(tiny, allocated, tmp
     assert {len(x.lora_A) for x in lora_layers(open_student(str(other), HubConfig()).model.module).values()} == {2}
 
 
-def test_costs_know_what_codes_chosen_beside_an_adapter_gain(tmp_path):
+def test_costs_know_what_codes_chosen_beside_an_adapter_gain():
     torch.manual_seed(0)
     weight, spec = torch.randn(48, 64), preset("q2_0").rules[0][1]
     mixed = torch.randn(64, 64) / 8 + torch.eye(64)
