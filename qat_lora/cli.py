@@ -139,11 +139,8 @@ class OptionsCommand(click.Command):
         cls, given = self.command.options_class(), dict(ctx.params)
         recipe, extra = given.pop("recipe"), given.pop("words")
         paths = {leaf.name: leaf.path for leaf in leaves(cls)}
-        flags = {
-            paths[name]: ",".join(value) if isinstance(value, tuple) else value
-            for name, value in given.items()
-            if value not in (None, ())
-        }
+        said = {paths[name]: value for name, value in given.items() if value not in (None, ())}
+        flags = {path: ",".join(value) if isinstance(value, tuple) else value for path, value in said.items()}
         for name in self.command.first_words:
             if extra and "=" not in extra[0]:
                 flags[paths[name]], *extra = extra

@@ -47,8 +47,7 @@ def option(default: Any, help: str, **given: Any) -> Any:
     `--help` of a command with many settings shows the `common` ones. `alias` is a second name. `on` is what `true`
     means for a number; `false` is then 0. A `required` one has no default. `without` are, of a group, the settings (or
     groups, or dotted paths) that its owner does not use: they get no flag and no line in a `config.yaml`, and are
-    refused, since a setting without effect misleads. `min` and `max` of a number are allowed, `above` and `below` are
-    not.
+    refused, since a setting without effect misleads. A number may be `min` or `max`, but not `above` or `below`.
     """
     if unknown := given.keys() - _METADATA:
         raise TypeError(f"a setting has no {', '.join(unknown)}")

@@ -112,10 +112,8 @@ class CacheBuildOptions:
     @property
     def dry_run_measures(self) -> bool:
         """True where a dry run has the teacher to time, False for one whose weights are not here."""
-        place, names = (
-            Path(str(self.teacher)).expanduser(),
-            ("model.safetensors", "model.safetensors.index.json", STATE),
-        )
+        place = Path(str(self.teacher)).expanduser()
+        names = "model.safetensors", "model.safetensors.index.json", STATE
         is_other = self.served.teacher_url is not None or place.exists() and not (place / "config.json").is_file()
         return is_other or local_folder(str(self.teacher), *names, revision=self.hub.revision) is not None
 

@@ -80,8 +80,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
             print(redact(cost.lines()), flush=True)
         return cost._asdict()
     if run.overwrite and isinstance(place, LocalFolder):
-        inputs = [options.teacher, folder, *text_inputs(text)]
-        outputs.refuse_inputs(place.path, inputs, place.names())
+        outputs.refuse_inputs(place.path, [options.teacher, folder, *text_inputs(text)], place.names())
     while True:
         try:
             with CacheWriter(

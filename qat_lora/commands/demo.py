@@ -118,11 +118,8 @@ def _list_files(out: Path) -> tuple[Path, Path, Path]:
     """Write the lists of held-out and training files; return the library folder and both lists."""
     library = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    files = sorted(
-        file.relative_to(library).as_posix()
-        for file in library.rglob("*.py")
-        if not skipped & set(file.relative_to(library).parts) and file.stat().st_size > 200
-    )
+    found = (file.relative_to(library) for file in library.rglob("*.py") if file.stat().st_size > 200)
+    files = sorted(name.as_posix() for name in found if not skipped & set(name.parts))
     if len(files) < 10 * HELD_OUT_FILES:
         few = f"{library} has only {len(files)} source files"
         raise TextError(f"standard library: {few}; run the demo with a full Python")
@@ -208,9 +205,8 @@ def _optimizers(model: CausalLM, muon_dtype: torch.dtype) -> list[torch.optim.Op
     rest = [p for p in model.module.parameters() if p.ndim != 2 or p is embedding]
     muon = Muon(matrices, lr=MUON_LR, weight_decay=0.01, dtype=muon_dtype)
     adamw = torch.optim.AdamW(rest, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.0)
-    for optimizer in (muon, adamw):
-        for group in optimizer.param_groups:
-            group["peak_lr"] = group["lr"]
+    for group in (*muon.param_groups, *adamw.param_groups):
+        group["peak_lr"] = group["lr"]
     return [muon, adamw]
 
 
@@ -244,8 +240,8 @@ def _write_report(
     write_text(out / "report.txt", "\n".join(shown) + "\n")
     blocks = [f"```python\n# {name}\n{text}\n```" for name, text in continued.items()]
     form = Path(__file__).with_name("demo.md").read_text(encoding="utf-8")
-    facts = "\n".join(f"* {line}" for line in lines)
-    write_text(out / "report.md", form.format(table=markdown_table(table), facts=facts, samples="\n\n".join(blocks)))
+    texts = {"facts": "\n".join(f"* {line}" for line in lines), "samples": "\n\n".join(blocks)}
+    write_text(out / "report.md", form.format(table=markdown_table(table), **texts))
     scored = json.loads((out / "eval" / "report.json").read_text(encoding="utf-8"))
     scored["samples"] = {name: [text] for name, text in continued.items()}
     picture(run, lambda: plot_report(scored, out / "report.png", lambda axis: draw_curve(axis, *curves)))

@@ -253,10 +253,8 @@ def accelerators(environ: Mapping[str, str], found: Found, root: Path = Path("/"
 def nvidia_cards(table: str) -> list[Accelerator]:
     """Return the cards of `nvidia-smi`'s table `name, MiB`."""
     cards = Counter(tuple(line.rsplit(", ", 1)) for line in table.splitlines() if ", " in line)
-    return [
-        Accelerator(name, count, int(mib) / 1024 if mib.strip().isdecimal() else None)
-        for (name, mib), count in cards.items()
-    ]
+    memory_gib = {mib: int(mib) / 1024 if mib.strip().isdecimal() else None for _, mib in cards}
+    return [Accelerator(name, count, memory_gib[mib]) for (name, mib), count in cards.items()]
 
 
 def tpu_kind(environ: Mapping[str, str], root: Path = Path("/")) -> str:

@@ -189,10 +189,8 @@ def _resume(bench: _Bench) -> str:
     shutil.rmtree(checkpoints(killed / "checkpoints")[-1])
     result = json.loads((_recover(bench, "killed") / "result.json").read_text(encoding="utf-8"))
     _require(result["resumed_from"] == middle, f"went on from step {result['resumed_from']}, not {middle}")
-    ends = [
-        load_file(checkpoints(run / "checkpoints")[-1] / "trained.safetensors")
-        for run in (bench.folder / "run", killed)
-    ]
+    lasts = (checkpoints(run / "checkpoints")[-1] for run in (bench.folder / "run", killed))
+    ends = [load_file(last / "trained.safetensors") for last in lasts]
     difference = max((ends[0][name] - ends[1][name]).abs().max().item() for name in ends[0])
     # A CPU repeats its sums in the same order; other devices need not.
     allowed = 0.0 if bench.runtime.device.type == "cpu" else 1e-3

@@ -1,8 +1,7 @@
 """Layouts of text: what a row's fields or a file's lines mean, one entry in one table each; and chats as tokens.
 
 A row of a data set is a text or a chat. Chats come in a few layouts that say the same with other fields; each becomes
-messages with `role` and `content`, which is what chat templates take. A new one is a reader in `CHATS` and a name in
-`Format`.
+messages with `role` and `content`, as chat templates take them. A new one is a reader in `CHATS`, a name in `Format`.
 
 WikiText is distributed as lines, in the Hugging Face copies a row each. Those are sentences without their article. The
 title lines ` = Title = ` (subtitles have more equals signs) put the articles together again (Merity et al. 2016).

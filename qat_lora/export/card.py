@@ -103,10 +103,8 @@ def read_scores(folder: str) -> dict[str, Any]:
 
 def labelled(result: Mapping[str, Any]) -> dict[str, str]:
     """Return an export's measurements for people: words for names, sizes with their unit."""
-    known = {name: value for name, value in result.items() if value is not None}
-    return {
-        n.removesuffix("_mb").replace("_", " "): f"{v} MB" if n.endswith("_mb") else f"{v}" for n, v in known.items()
-    }
+    known = {name: f"{value}" for name, value in result.items() if value is not None}
+    return {n.removesuffix("_mb").replace("_", " "): v + " MB" * n.endswith("_mb") for n, v in known.items()}
 
 
 def model_card(card: Card) -> str:

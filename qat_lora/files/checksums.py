@@ -127,8 +127,7 @@ def _read_sums(sums: Path) -> dict[str, str] | None:
     with sums.open("rb") as stream:
         text = stream.read(_SUMS_LIMIT_BYTES).decode("utf-8", errors="replace")
     *lines, end = text.split("\n")
-    matches = [_LINE.fullmatch(line) for line in lines]
-    found = {match[2]: match[1] for match in matches if match is not None}
+    found = {match[2]: match[1] for match in map(_LINE.fullmatch, lines) if match is not None}
     return found if found and not end and len(found) == len(lines) else None
 
 

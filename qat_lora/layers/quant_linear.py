@@ -2,8 +2,7 @@
 
 The weight W = Q * S is formed first and used in one matrix product: low-rank scales rank by rank would cost a product
 each. Where W comes from is the layer's `source`, a module per state. Whatever trains, the forward rounds scales and
-tables to float16: `stored()` always describes the layer that computes, bit for bit; `materialize()` turns the layer
-into it.
+tables to float16: `stored()` describes the layer that computes, bit for bit; `materialize()` turns the layer into it.
 
 To PEFT and transformers the class is a `torch.nn.Linear`, but `weight` is computed: assigning to it, or to its `data`,
 raises. PEFT merges by `weight.data += delta`, which on a computed tensor would silently lose the adapter.

@@ -64,9 +64,7 @@ class StackedLayers(nn.Module):
         leaves, form = tree_flatten(given)
         shared = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         fixed = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        device = hidden_BLH.device.type
-        state = torch.is_autocast_enabled(device), self.gradient_checkpointing
-        key = repr((fixed, form, state))
+        key = repr((fixed, form, torch.is_autocast_enabled(hidden_BLH.device.type), self.gradient_checkpointing))
         if key not in self._scans:
             self._scans[key] = self._scan(self._body(leaves, form), self.gradient_checkpointing)
         stacked = [*self._parameters.values(), *self._buffers.values()]

@@ -71,10 +71,8 @@ def _awq(state: Tensors, layer: str, settings: dict[str, Any]) -> Tensor:
     version, bits = str(settings.get("version", "gemm")).lower(), settings.get("bits", settings.get("w_bit", 4))
     if version != "gemm" or bits != 4:
         raise ModelError(f"model: AWQ of version {version} at {bits} bits is not read; allowed: gemm at 4 bits")
-    codes_IO, zeros_GO = (
-        _codes(state[f"{layer}.{part}"], 4).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1).float()
-        for part in ("qweight", "qzeros")
-    )
+    packed = (_codes(state[f"{layer}.{part}"], 4).unflatten(1, (-1, 8)) for part in ("qweight", "qzeros"))
+    codes_IO, zeros_GO = (words[..., _AWQ_ORDER].flatten(1).float() for words in packed)
     size = codes_IO.shape[0] // zeros_GO.shape[0]
     zeros_IO, scales_IO = (of.repeat_interleave(size, dim=0) for of in (zeros_GO, state[f"{layer}.scales"].float()))
     return ((codes_IO - zeros_IO) * scales_IO).T.contiguous()

@@ -163,8 +163,7 @@ def recover_advice(options: RecoverOptions) -> str:
     answers |= {"working memory": f"{batch}, or --loss-chunk-mb {max(1, chunk // 2)}"}
     answers |= {"weights": "" if options.run.dtype == "bfloat16" else "--dtype bfloat16"}
     answers |= {"cached head": "--head-k with a smaller number"}
-    lines = [
-        f"{name} {size / GIB:.2f} GiB" + (f" (try {answers[name]})" if answers.get(name) else "")
-        for name, size in sorted(parts.items(), key=lambda part: -part[1])[:3]
-    ]
+    tries = {name: f" (try {answer})" for name, answer in answers.items() if answer}
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
+    lines = [f"{name} {size / GIB:.2f} GiB{tries.get(name, '')}" for name, size in largest]
     return f"This run is estimated to need {sum(parts.values()) / GIB:.2f} GiB, most of it: {'; '.join(lines)}"

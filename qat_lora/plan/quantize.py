@@ -26,7 +26,7 @@ from qat_lora.quant.scales import CLIPS, FINER
 from qat_lora.quant.scales import SWEEPS as LOW_RANK_SWEEPS
 from qat_lora.quant.spec import SUPER, QuantSpec
 from qat_lora.registry import DryRun, Requirements
-from qat_lora.setup.allocation import choices
+from qat_lora.setup.allocation import HEAD_ROWS, JOINT_RANKS, JOINT_TURNS, Choices, choices
 from qat_lora.setup.common import calibration_batch_rows
 
 FLOAT32_RATE = {"tpu": 1 / 6, "cuda": 1 / 15}  # of bfloat16's: six passes of a TPU, none of a card's product units
@@ -58,7 +58,7 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     chosen = preset(options.preset, options.keep, options.override, options.quantize_head)
     share, reach = convert.reach_of(module, chosen, convert.check_reach(module, chosen))
     stored = config.dtype if isinstance(getattr(config, "dtype", None), torch.dtype) else torch.float32  # in its files
-    target = choices(options, module, stored.itemsize).range_text if options.target.name else ""
+    measured = choices(options, module, stored.itemsize) if options.target.name else None
     convert.make_quant_skeleton(module, chosen)
     cast(module, stored)
     layers, bits = convert.quant_layers(module).values(), convert.bits_per_weight(module)
@@ -82,9 +82,9 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     # Of text: states of both models, and four matrices of the widest layer; else two.
     solving_bytes = 3 * max(of_block.values()) // 2 + (rows_bytes + 8 * widest) * (1 + has_text)
     report: dict[str, Any] = {"model": str(options.model), "preset": options.preset, "parameters": parameters}
-    report |= {"quantised": quantised, "layers": len(layers), "quantised_share": share}
+    report |= {"quantised": quantised, "layers": len(layers), "quantised_share": share, "scratch_bytes": scratch}
     report |= {"bits_per_weight": bits["base"], "bits_per_weight_model": bits["model"]}
-    report |= {"stored_bytes": int(bits["model"] * parameters) // 8 + rest_bytes, "scratch_bytes": scratch}
+    report |= {"stored_bytes": int(bits["model"] * parameters) // 8 + rest_bytes}
     report["rest_bytes"] = rest_bytes  # of an encoder of images, which are stored as they are
     weights = stored.itemsize * parameters + rest_bytes, 4 * (parameters - quantised) + codes_bytes
     report |= {"weights_bytes": max(weights), "own_bytes": IMPORTS_BYTES + max(fisher, solving_bytes)}
@@ -92,8 +92,8 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     device, solving, own = device_of(options.run), "", report["own_bytes"]
     held = report["weights_bytes"] * (device != "cpu")
     if options.init in COMPENSATED:
-        work = solver_work(module, options, COLUMN_PASSES.get(device, 2))
-        passes = tokens * calibration_operations(module, size, options, length, device)
+        work = solver_work(module, options, COLUMN_PASSES.get(device, 2), measured)
+        passes = tokens * token_operations(module, size, options, length, device, measured)
         rate = 1e12 * EstimateOptions.utilisation
         chips = {chip.name: chip for chip in likely(device, 1)}
         seconds = {name: passes / (chip.tflops * rate) + work.seconds(chip) for name, chip in chips.items()}
@@ -103,35 +103,48 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
         solving = forms[1].format(**report["solvers"], times=times)
     rest = f", of which {rest_bytes / GIB:.3f} GiB are no text and stay as they are" if rest_bytes else ""
     gib = {name.replace("_bytes", "_gib"): report[name] / GIB for name in report if name.endswith("_bytes")}
+    target = measured.range_text if measured else ""
     text = forms[0].format(**report, **gib, reach=reach, rest=rest, solving=solving, target=target)
     starts = 4 * options.start_rank * sum(layer.in_features + layer.out_features for layer in layers)
     disk = 2 * (report["stored_bytes"] + starts) + scratch  # finished blocks are kept until the whole is written
     return DryRun(report, text, Requirements("this quantisation", own + held, own, disk))
 
 
-def calibration_operations(module: Any, config: Any, options: QuantizeOptions, length: int, device: str) -> int:
-    """Return the operations for a token of a row: for the Fisher information, states and moments."""
+def token_operations(
+    module: Any, config: Any, options: QuantizeOptions, length: int, device: str, found: Choices | None
+) -> int:
+    """Return the operations for a token of a row: for the Fisher information, states, moments and what is measured."""
     size, named = widths(config), convert.quant_layers(module)
     whole = device in COLUMN_PASSES  # under XLA each expert computes every token
     layers = [(layer, 1 if whole else token_share(module, config, name)) for name, layer in named.items()]
     products = 2 * sum(share * layer.in_features * layer.out_features for layer, share in layers)
     attention = 2 * config.num_hidden_layers * length * size.queries
     # Fisher: forward, again in the backward pass, gradients of activations (attention's: 5 products, not 2), outputs.
-    outputs = 4 * config.vocab_size * size.hidden
-    outputs += sum(2 * share * math.prod(kept_shape(layer.out_features)) for layer, share in layers)
+    to_logits = 2 * config.vocab_size * size.hidden
+    outputs = 2 * to_logits + sum(2 * share * math.prod(kept_shape(layer.out_features)) for layer, share in layers)
     # States: two streams through all of a block, and to each of its stages (three past attention), two moments a layer.
-    inputs = 5 * products + 8 * attention + sum(4 * share * layer.in_features**2 for layer, share in layers)
+    moments = sum(2 * share * layer.in_features**2 for layer, share in layers)
+    inputs = 5 * products + 8 * attention + 2 * moments
+    if found:  # one stream more, one for a head's input, and teacher and student for every format of a head
+        heads = sum(bool(convert.LM_HEAD.search(names[0])) for names, *_ in found.points)
+        scored = 2 * heads * min(1, HEAD_ROWS / options.calibration_rows)
+        inputs += moments + (1 + (heads > 0) + scored) * (products + attention) + scored * to_logits
     return int(inputs + (options.metric == "fisher") * (3 * products + 4.5 * attention + outputs))
 
 
-def solver_work(module: torch.nn.Module, options: QuantizeOptions, column_passes: int) -> SolverWork:
-    """Return what `quant/gptq.py` and `quant/initialize.py` do to a quantised model's layers."""
+def solver_work(module: Any, options: QuantizeOptions, column_passes: int, measured: Choices | None) -> SolverWork:
+    """Return what `quant/gptq.py` and `quant/initialize.py` do to a quantised model's layers, and to measure them."""
     parts, fisher = [], options.metric == "fisher"
+    for names, spec, rank in measured.points if measured else ():
+        layers = map(module.get_submodule, names if rank == 0 else ())
+        parts += [layer_work(x.out_features, x.in_features, spec, 1, False, column_passes) for x in layers]
     for name, layer in convert.quant_layers(module).items():
         inside = not convert.LM_HEAD.search(name)
         turns = 1 + TURNS if options.rank_of_codes and inside else 1
         shape, descends = (layer.out_features, layer.in_features), options.init == "descent"
         coupled = fisher and inside and len(kept_shape(layer.out_features)) == 2
+        if measured and turns > 1:
+            parts.append(layer_work(*shape, layer.spec, JOINT_TURNS * len(JOINT_RANKS), False, column_passes))
         parts.append(layer_work(*shape, layer.spec, turns, descends, column_passes, coupled))
     return SolverWork(*map(sum, zip(*parts, strict=True)))
 

@@ -12,13 +12,14 @@ import contextlib
 import copy
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from qat_lora.errors import ConfigError
@@ -27,6 +28,7 @@ from qat_lora.export.forms import adapter_bytes, formats, layer_bytes, other_byt
 from qat_lora.layers.calibrate.fisher import Sensitivity
 from qat_lora.layers.calibrate.fit import Metric
 from qat_lora.layers.calibrate.quantize import Work, second_moments
+from qat_lora.layers.calibrate.sequential import by_block, capture_calls, run_block
 from qat_lora.layers.convert import LM_HEAD, check_reach, linear_layers, put_quantized
 from qat_lora.layers.experts import has_split_experts
 from qat_lora.layers.lora import of_one_input
@@ -103,17 +105,17 @@ def measured_costs(
 ) -> np.ndarray:
     """Return what every point costs, in nats."""
     most = {name: rank for names, _, rank in found.points for name in names}  # the last is the highest
-    ids = "input_ids", "document_ids"
-    moments = second_moments(model.module, most, batches, lambda x: model.hidden(*map(x.get, ids)), sensitivity)
     few, costs = batches[: -(-HEAD_ROWS // len(batches[0]["input_ids"]))], dict[str, Tensor]()
-    for name in tqdm(most, desc="formats and ranks", unit="layer", disable=options.run.quiet):
+    ids, places = ("input_ids", "document_ids"), by_block(most) if options.calibrate_on == "student" else ({}, [*most])
+    moments = _moments(model.module, *places, batches, lambda x: model.hidden(*map(x.get, ids)), sensitivity)
+    for name, moment in tqdm(moments, "formats and ranks", len(most), unit="layer", disable=options.run.quiet):
         kept = work.take(f"allocation-{name}")
         costs[name] = torch.empty(0) if kept is None else kept[0]["costs"]
-        linear, curvature, shares = model.module.get_submodule(name), Curvature(moments[name]), None
+        linear, curvature, shares = model.module.get_submodule(name), Curvature(moment), None
         for spec in dict.fromkeys(spec for names, spec, _ in found.points if name in names and kept is None):
             codes = quantize_weight(linear.weight, spec, "gptq", curvature)
             if name in sensitivity:
-                metric = Metric.of(linear.weight, moments[name], sensitivity[name].outputs_OO.to(linear.weight.device))
+                metric = Metric.of(linear.weight, moment, sensitivity[name].outputs_OO.to(linear.weight.device))
                 error = linear.weight.float() - codes.dense(spec)
                 cost = metric.costs(error, most[name]).cpu() / 2
                 if shares is None and options.rank_of_codes:
@@ -126,6 +128,20 @@ def measured_costs(
             work.keep(f"allocation-{name}", {"costs": costs[name]}, {})
     alike = dict.fromkeys(names for names, _, _ in found.points)
     return torch.cat([torch.stack([costs[name] for name in names]).sum(0) for names in alike]).double().numpy()
+
+
+def _moments(
+    module: nn.Module, blocks: Mapping[str, list[str]], outside: list[str], batches: Any, forward: Any, costs: Any
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the second moments of layers' inputs, block by block: together they would take more than the model."""
+    stack = [module.get_submodule(name) for name in blocks]
+    states, calls = capture_calls(stack, batches, forward) if stack else ([], [])
+    for block, of_block, layers in zip(stack, calls, blocks.values(), strict=True):
+        inputs, states = list(zip(states, of_block, strict=True)), []
+        through = partial(lambda run, put, given: put(run(*given)), partial(run_block, block), states.append)
+        yield from second_moments(module, layers, inputs, through, costs).items()
+    if outside:
+        yield from second_moments(module, outside, batches, forward, costs).items()
 
 
 def _shares(weight_OI: Tensor, spec: QuantSpec, curvature: Curvature, metric: Metric, error_OI: Tensor) -> Tensor:

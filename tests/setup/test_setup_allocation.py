@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 from toy_pipeline import cache_options, call, export_options, part, quantize_options, recover_options
 
 from qat_lora.commands import quantize as command
@@ -18,7 +19,7 @@ from qat_lora.export.gguf_model import gguf_name
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.gguf_header import read_header
 from qat_lora.layers.calibrate.fit import INPUT_FLOOR, OUTPUT_FLOOR, FitSettings, Metric, fit_layers
-from qat_lora.layers.convert import add_lora, lora_layers, quant_layers
+from qat_lora.layers.convert import LM_HEAD, add_lora, block_of, lora_layers, quant_layers
 from qat_lora.layers.lora import LoraConfig, of_one_input
 from qat_lora.models.adapter import STARTS, allocated_ranks, load_starts, save_adapter
 from qat_lora.models.hub import HubConfig
@@ -194,6 +195,51 @@ def test_refusals(tiny, tmp_path, settings, changed, words):
     with pytest.raises(ConfigError, match=words):
         call("quantize", asked(tiny, tmp_path / "out", target=TargetConfig(**settings), **changed))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("calibrate_on", ["student", "teacher"])
+def test_moments_are_of_a_block_at_a_time(tiny, tmp_path, monkeypatch, calibrate_on):
+    """All at once they would take more than the model; `--calibrate-on teacher` may know no blocks, and takes all."""
+    together, exact, found = [], allocation.second_moments, {}
+
+    def watched(module, names, *given):
+        together.append([*names])
+        found.update(exact(module, together[-1], *given))
+        return {name: found[name] for name in together[-1]}
+
+    monkeypatch.setattr(allocation, "second_moments", watched)
+    monkeypatch.setattr(command, "allocated", lambda *_: 1 / 0)
+    options = asked(tiny, tmp_path / "out", target=TargetConfig("52kB", engine="mlx"), calibrate_on=calibrate_on)
+    with pytest.raises(ZeroDivisionError):
+        call("quantize", options)
+    names = [name for part in together for name in part]
+    assert len(names) == len({*names})
+    if calibrate_on == "teacher":
+        assert len(together) == 1
+        return
+    assert len(together) == 3 and [name for name in together[-1] if LM_HEAD.search(name)] == together[-1]
+    assert all(len({block_of(name) for name in part}) == 1 for part in together)
+    parts, whole = {**found}, replace(options, run=part(tmp_path / "whole"), calibrate_on="teacher")
+    with pytest.raises(ZeroDivisionError):
+        call("quantize", whole)
+    for name, moment in parts.items():
+        torch.testing.assert_close(moment, found[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_dry_run_counts_what_is_measured(tiny, tmp_path):
+    """Beside a preset: GPTQ in every format, two streams of states, and the models of heads."""
+    options = asked(
+        tiny, tmp_path / "out", target=TargetConfig("52kB", engine="mlx"), start_rank=0, calibration_rows=32
+    )
+    planned, counted = [], []
+    for each in (options, replace(options, target=TargetConfig(), run=part(tmp_path / "plain"))):
+        plan = plan_quantize(each).report["solvers"]
+        planned.append(plan["calibration_operations"] + plan["operations"])
+        with FlopCounterMode(display=False) as counter:
+            call("quantize", each)
+        counted.append(counter.get_total_flops())
+    # What is missing: a chosen head is calibrated as well, and scores of half a tile are computed on both sides.
+    assert 1.0 < (counted[0] - counted[1]) / (planned[0] - planned[1]) < 1.2
 
 
 def test_a_dry_run_says_the_range(tiny, tmp_path):

@@ -38,8 +38,7 @@ def top_k_entries(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     size = math.isqrt(vocab // k)
     groups = vocab // size
     # Group g holds the entries g, g + groups, ...: so its largest is found by whole vectors.
-    body_NSG = logits_NV[:, : size * groups].unflatten(1, (size, groups))
-    chosen_NK = top_k_entries(body_NSG.amax(1), k)[1]
+    chosen_NK = top_k_entries(logits_NV[:, : size * groups].unflatten(1, (size, groups)).amax(1), k)[1]
     steps_S1 = groups * torch.arange(size, device=logits_NV.device)[:, None]
     rest = torch.arange(size * groups, vocab, device=logits_NV.device).expand(count, -1)
     indices = torch.cat([(chosen_NK[:, None] + steps_S1).flatten(1), rest], 1)

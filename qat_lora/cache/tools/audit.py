@@ -127,8 +127,7 @@ def _compare(truth: Sequence[Tensor], vocab_size: int, read: Mapping[str, Tensor
     log_p = torch.cat([topk_NK[:, :k], log_tail_N[:, None]], dim=-1)
     log_q = torch.cat([read["head_logits"] - read["lse"][:, None], read["log_tail"][:, None]], dim=-1)
     log_sum = torch.logsumexp(log_q, dim=-1, keepdim=True)
-    terms = log_p.exp() * (log_p - log_q + log_sum)
-    kl = torch.where(log_p > -torch.inf, terms, 0.0).sum(-1)
+    kl = torch.where(log_p > -torch.inf, log_p.exp() * (log_p - log_q + log_sum), 0.0).sum(-1)
     # Within the tail: sum of p log p, less what "anything else" as one outcome has of it, against 1 / (V - k).
     inside = tail_plogp_N + _plogp(dropped_NK).sum(-1) - _plogp(log_tail_N)
     even = kl + inside + log_tail_N.exp() * np.log(max(1, vocab_size - k))

@@ -17,7 +17,7 @@ the blocks hand on what they get. Source: GPTAQ (arXiv 2504.02692); the target W
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def quantize_sequential(fitter: LayerFitter, batches: Sequence[Any], forward: Ca
     several times, and sensitivities must be theirs; `forward` runs the model on one and returns the last hidden states.
     ModelError: the layers are not in one stack of blocks that are called one after the other, hidden states first.
     """
-    blocks, outside = _by_block(fitter.targets)
+    blocks, outside = by_block(fitter.targets)
     stack = [fitter.model.get_submodule(name) for name in blocks]
     adapter_init: Starts = {}
     tied = [name for name in outside if embedding_of(fitter.model, fitter.linear(name))] if blocks else []
@@ -73,7 +73,7 @@ def quantize_sequential(fitter: LayerFitter, batches: Sequence[Any], forward: Ca
     return adapter_init
 
 
-def _by_block(targets: Mapping[str, Any]) -> tuple[dict[str, list[str]], list[str]]:
+def by_block(targets: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
     """Return the layers by block, in order, and those outside of all blocks."""
     found: dict[str, list[str]] = {}
     outside: list[str] = []

@@ -9,9 +9,8 @@ is the same in every run. Library kernels for this (Liger Kernel's, Hsu et al., 
 comes) want the teacher's whole rows; none knows a tail that is a single number, or draws from it.
 
 Arguments travel as tuples, and `Form` as a constant: a form and a shape are one compilation, and loops have constant
-bounds (Triton 3.5's interpreter cannot loop to a runtime number). The top K are marked in the logits rather than
-subtracted from the sum, which would lose a small tail (`by_token`). `debug_barrier` orders a program's own reads and
-writes.
+bounds (Triton 3.5's interpreter knows no others). The top K are marked in the logits rather than subtracted from the
+sum, which would lose a small tail (`by_token`). `debug_barrier` orders a program's own reads and writes.
 """
 
 from collections.abc import Sequence

@@ -98,11 +98,9 @@ class XlaRuntime(Runtime):
     @property
     def description(self) -> str:
         """`TPU v6e detected · 1 chip` (known inside `launch`), `XLA on CPU · 1 device`; and how, if several."""
-        plural = "s" if self.replicas > 1 else ""
-        if self.backend == "TPU":
-            line = f"{self._chip or 'TPU'} detected · {self.replicas} chip{plural}"
-        else:
-            line = f"XLA on {self.backend} · {self.replicas} device{plural}"
+        on_tpu, plural = self.backend == "TPU", "s" if self.replicas > 1 else ""
+        found, unit = (f"{self._chip or 'TPU'} detected", "chip") if on_tpu else (f"XLA on {self.backend}", "device")
+        line = f"{found} · {self.replicas} {unit}{plural}"
         return line if self.replicas == 1 else f"{line} · {self._driven_by()}"
 
     def _driven_by(self) -> str:
