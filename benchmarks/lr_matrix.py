@@ -13,7 +13,7 @@ trained by AdamW on few tokens, where the others are Qwen3 trained by Muon.
 
 Interrupt it at will, or give each process cases of its own: runs that stand in `DIR/points.jsonl` are not made again,
 and teacher, cache and quantised student are made once. `--rates auto` runs the probe alone. From all runs it also says
-which power of the run's length fits the best rates (`HORIZON_POWER` in `train/lr_probe.py`).
+which power of the run's length fits the best rates (`HORIZON_POWERS` in `train/lr_probe.py`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ by one more step at a rate of 0: the same computation, hence no new graph on XLA
 All trials see the same numbers but for the rate, so their losses are a smooth curve over it, though the differences are
 small beside the loss's spread from row to row. Rates are tried by factors of 2 until the best has worse neighbours;
 the minimum of the parabola through the three is the best rate of a run that short. Adam's first steps are the noisiest,
-so short runs want a lower rate than long ones: the ratio is a power of that of their lengths (`HORIZON_POWER`).
+so short runs want a lower rate than long ones: the ratio is a power of that of their lengths (`HORIZON_POWERS`).
 
 The trials leave weights, optimizer and random numbers as they were; each is kept in `lr_probe.json` as it ends.
 """
@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
 
@@ -36,13 +37,12 @@ from qat_lora.train.optim import FIRST_LR, OptimConfig, set_peaks
 from qat_lora.train.step import Sums
 
 FILE = "lr_probe.json"
-# Of the ratio of lengths. Single cases of benchmarks/lr_matrix.py fit 0.17 to 0.51: too low a rate costs less than too
-# high a one, which makes the evaluation rise on its way.
-HORIZON_POWER = 0.25
+# By a run's steps, the power of its length over a trial's. Single cases of benchmarks/lr_matrix.py, at 100 steps, fit
+# 0.17 to 0.7, at 366 0.4 to 0.9; too low a rate costs less than too high a one, which lets the evaluation rise.
+HORIZON_POWERS, MOST_RATIO = {100: 0.25, 366: 0.5}, 100 / 3  # no rate goes farther from a trial's than was measured
 SHARE, SHORTEST, LONGEST = 1 / 32, 2, 64  # steps of a trial: a share of the run's, and limits
 LEAST_TRIALS, MOST_TRIALS = 3, 9
 HIGHEST = 5  # power of 2, a rate of 0.0128: two steps learn a few rows by heart at rates that a run does not survive
-
 
 OpenSteps = Callable[[Run, OptimConfig, int, int], AbstractContextManager[Iterator[Sums]]]
 """From a run, its settings, the first step of rows and their number to what takes a step each time (`loop`)."""
@@ -122,7 +122,8 @@ def _found(start: float, losses: Mapping[int, float], max_steps: int) -> dict[st
     found = {"trial_steps": length, "steps": probe_steps(max_steps, len(losses)), "start_loss": start, "trials": trials}
     if _next(start, losses) is not None:
         return found
-    best, factor = FIRST_LR * 2 ** vertex(losses), (max_steps / length) ** HORIZON_POWER
+    power = np.interp(math.log(max_steps), np.log([*HORIZON_POWERS]), [*HORIZON_POWERS.values()])
+    best, factor = FIRST_LR * 2 ** vertex(losses), float(min(max_steps / length, MOST_RATIO) ** power)
     least = losses[_best(losses)]
     outcome = f"the least loss, {least:.4f} ({start:.4f} at the start)"
     why = f"of {len(losses)} trials of {length} steps, {best:.3g} has {outcome}; times {factor:.3g} for the longer run"
