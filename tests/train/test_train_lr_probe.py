@@ -41,6 +41,14 @@ def automatic(tmp_path_factory):
     return out, *run(out, optim=AUTO)
 
 
+def test_a_longer_run_goes_farther_from_its_trials_rate():
+    """As far as was measured, at 100 and at 366 steps: a run of 100,000 no farther than one of 366."""
+    losses = {0: 0.9, 1: 0.95, -1: 0.95}  # a parabola whose vertex is FIRST_LR
+    rates = [lr_probe._found(1.0, losses, steps)["lr"] / FIRST_LR for steps in (20, 100, 200, 366, 2_000, 100_000)]
+    assert rates == pytest.approx([10**0.25, (100 / 3) ** 0.25, rates[2], *[(100 / 3) ** 0.5] * 3], rel=0.02)
+    assert rates[1] < rates[2] < rates[3]
+
+
 def test_after_the_trials_the_run_is_bit_for_bit_the_one_at_that_rate(automatic, tmp_path):
     out, result, toy = automatic
     lr = result["lr_probe"]["lr"]
