@@ -52,7 +52,7 @@ SCORES = {
     r"plain loop, \*\*(\S+) ×\*\*": ("train_step", "against/trl_equal/tokens_per_s_ratio", "{:.1f}"),
     r"\*\*(\S+) ×\*\* with one": ("train_step", "against/live_large/tokens_per_s_ratio", "{:.1f}"),
     r"\| (\S+) of the plain loop": ("train_step", "against/live_equal/extra_memory_share", "{:.2f}"),
-    r"gap closed \| \*\*(\S+) %": ("recovery_matrix_teacher-small", LOG_GAP, "{:.1%}"),
+    r"gap closed \| \*\*(\S+) %": ("recovery_matrix_auto_teacher-small", LOG_GAP, "{:.1%}"),
     r"and \*\*(\S+) %": ("recovery_matrix_teacher-stdlib", LOG_GAP, "{:.1%}"),
 }
 
