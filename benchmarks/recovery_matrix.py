@@ -46,8 +46,8 @@ from qat_lora.train.optim import OptimConfig
 
 SETTINGS = (
     "length", "batch", "steps", "lr", "scale_lr", "norm_lr", "train_codes", "weight_lr", "ema", "eval_rows", "top_k",
+    "calibration_rows",
 )  # fmt: skip
-CALIBRATION_ROWS = 128
 
 
 def main() -> None:
@@ -90,6 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16, help="rows of a step")
     parser.add_argument("--steps", type=int, default=366, help="optimizer steps; 366 x 16 x 256 = 1.5 M tokens")
     parser.add_argument("--rows", type=int, help="rows of the cache; default: those that a run reads, once")
+    parser.add_argument("--calibration-rows", type=int, default=128, help="of them, for quantize")
     parser.add_argument("--lr", type=lambda given: given if given == "auto" else float(given), default="auto")
     parser.add_argument("--scale-lr", type=float, help="default: half of --lr")
     parser.add_argument("--norm-lr", type=float, default=0.0, help="peak learning rate of norms; 0: they do not train")
@@ -154,7 +155,8 @@ def point(
         "absmax": quantised(arguments, preset, out, f"{name}-absmax", init="absmax", start_rank=0),
         "mse": quantised(arguments, preset, out, f"{name}-mse", init="mse", start_rank=0),
     }
-    calibration = {"kd_cache_dir": str(cache), "start_rank": rank, "joint_rank": rank, "seed": seed}
+    calibration: dict[str, Any] = {"kd_cache_dir": str(cache), "start_rank": rank, "joint_rank": rank, "seed": seed}
+    calibration["calibration_rows"] = arguments.calibration_rows
     student = quantised(arguments, preset, out, f"{name}-start", **calibration)
     run_folder = part(out, f"runs/{name}", seed)
     train = OptimConfig(
@@ -252,7 +254,7 @@ def report(arguments: argparse.Namespace, settings: dict[str, Any], out: Path) -
     trained = settings["steps"] * settings["batch"] * length
     summary = {
         "teacher": Path(arguments.teacher).name,
-        "settings": {**settings, "training_tokens": trained, "tokens_read": trained + CALIBRATION_ROWS * length},
+        "settings": {**settings, "training_tokens": trained, "tokens_read": trained + settings["calibration_rows"] * length},
         "date": date.today().isoformat(),
         "machine": arguments.machine,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
