@@ -16,7 +16,7 @@ same for all. What counts is the adapter that `recover` calls best (by its own e
 Interrupt it at will, or give each process its own seeds: points that stand in `DIR/points.jsonl` are not made again.
 `--cases w4g128:0` scores rounding and calibrated codes without adapter or training: such cases belong into the table
 at equal bits, `DIR/equal_bits.md`, which is written beside the summary. With `--train-codes` codes and scales of rank 0
-train (`qat`), from the calibrated start. `tokens_read` counts every stage, calibration too.
+train (`qat`), from the calibrated start. `tokens_read` counts calibration, the trials of `--lr auto`, and training.
 """
 
 from __future__ import annotations
@@ -186,6 +186,8 @@ def point(
         students |= {"start": student, "recovered": run(COMMANDS["qat"], QatOptions(**given, **parts))}
     else:
         students["start"] = student
+    trials = out / f"runs/{name}/lr_probe.json"
+    probed = json.loads(trials.read_text(encoding="utf-8"))["steps"] if trials.is_file() else 0
     scores = run(
         COMMANDS["eval"],
         EvalOptions(
@@ -200,7 +202,9 @@ def point(
     )
     for folder in (*(Path(student) for student in students.values()), student, out / f"scores/{name}"):
         shutil.rmtree(folder, ignore_errors=True)
-    return {key: kept(scores[key]) for key in ("teacher", *students)}
+    found = {key: kept(scores[key]) for key in ("teacher", *students)}
+    steps = arguments.steps + probed if "recovered" in students else 0
+    return found | {"read": {"tokens": (steps * arguments.batch + arguments.calibration_rows) * arguments.length}}
 
 
 def kept(score: dict[str, Any]) -> dict[str, float]:
@@ -245,16 +249,15 @@ def report(arguments: argparse.Namespace, settings: dict[str, Any], out: Path) -
                 "seeds": sorted(line["seed"] for line in mine),
                 "bits_without_adapter": mine[0]["mse"]["bits_per_weight"],
                 "bits": mine[0][final]["bits_per_weight"],
+                "tokens_read": max(line["read"]["tokens"] for line in mine),
                 "kl": {name: mean([line[name]["kl"] for line in mine]) for name in ("mse", "start", final)},
                 "perplexity": mean([math.exp(line[final]["nll"]) for line in mine]),
                 "closed": means,
             }
         )
-    length = settings["length"]
-    trained = settings["steps"] * settings["batch"] * length
     summary = {
         "teacher": Path(arguments.teacher).name,
-        "settings": {**settings, "training_tokens": trained, "tokens_read": trained + settings["calibration_rows"] * length},
+        "settings": settings,
         "date": date.today().isoformat(),
         "machine": arguments.machine,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

@@ -3,8 +3,7 @@
 A row of a data set is a text or a chat. Chats come in a few layouts that say the same with other fields; each becomes
 messages with `role` and `content`, as chat templates take them. A new one is a reader in `CHATS`, a name in `Format`.
 
-WikiText is distributed as lines, in the Hugging Face copies a row each. Those are sentences without their article. The
-title lines ` = Title = ` (subtitles have more equals signs) put the articles together again (Merity et al. 2016).
+WikiText comes as lines, sentences without their article; title lines ` = Title = ` put these together (Merity 2016).
 
 A chat's tokens have a mask of what the assistant said. Which tokens are the assistant's is not in the token ids. Marker
 strings need a list of every model's, and `{% generation %}` blocks, the official way, are missing from most templates.
@@ -12,8 +11,7 @@ So the template itself is asked: the text up to an answer is its rendering of th
 prompt, the text after it that of the messages with the answer. Both must be beginnings of the whole chat's rendering,
 and that is checked. The whole is tokenised as one text, as in use; the tokenizer's offsets give the spans of tokens.
 
-One exception is known: templates of reasoning models write an (empty) thinking block into the last answer and leave it
-out of earlier ones. An earlier answer's rendering is then the same text without its beginning.
+Templates of reasoning models write an (empty) thinking block into the last answer and leave it out of earlier ones.
 """
 
 import re

@@ -1,10 +1,9 @@
 """Tokenising a text of any size in bounded memory, with the ids that the whole text would have.
 
 A tokenizer takes some 200 bytes of memory for every byte of text, so it gets windows of `WINDOW_CHARS` characters. To
-cut at a fixed place, or at line ends, changes ids: tokens span line ends, runs of spaces, words of any length, and some
-tokenizers mark the beginning of what they are given. So no place is trusted. Each window begins before the end of the
-one before it, and tokens pass from one to the other only where both have the same tokens, words and characters on both
-sides, away from both edges:
+cut at a fixed place, or at line ends, changes ids: tokens span them, and some tokenizers mark where a text begins. So
+each window begins before the end of the one before it, and tokens pass from one to the other only where both have the
+same tokens, words and characters on both sides, away from both edges:
 
 * At the beginning of a word (the tokenizer's: it splits text into words from left to right and encodes each by itself)
   what follows depends on what follows alone. This holds for every model: BPE, Unigram, WordPiece.

@@ -1,15 +1,13 @@
 """A quantised layer as other tools' containers hold it: integers and steps, or the bytes of GGML's block types.
 
-Most know one form: an integer times the step of its group. Integer codes have it. Half-integer codes get it by
-doubling, (q + 1/2) s = (2 q + 1) (s / 2): exact, at the price of one more bit; the zero points that containers offer
-are integers. A group that does not divide the row is cut to one that does, its step repeated: exact as well. Look-up
-tables, zero points and scales without groups are rounded again, and the error is measured, never assumed to be small.
+Most know one form: an integer times the step of its group. Half-integer codes get it by doubling, (q + 1/2) s =
+(2 q + 1) (s / 2): exact, for one more bit. A group that does not divide the row is cut to one that does, its step
+repeated: exact too. Tables, zero points and scales without groups are rounded again, and the error is measured.
 
 The embedding and the LM head, most of the file of a 2-bit model of 0.6 B, go on a grid of few bits by the layers' own
 quantiser (`quantize_weight`, weighted clip search). What an LM head's error does to a logit is weighted by the hidden
 state that meets it, so column i counts by E[x_i²] of the final norm's output: measured on text, or without any the
-square of the norm's gain, which is that mean for states of equal variance. A table that only embeds has no such
-weights. A head that the preset quantised keeps its codes and is not seen here.
+square of the norm's gain. A table that only embeds has no such weights; a head that is quantised keeps its codes.
 
 The gguf library encodes few of GGML's types, and rounds anew. Here trained codes are laid out as they are, and read
 back by its decoder. Of `Q2_0` llama.cpp holds codes {-1, 0, 1, 2}, ours negated, so the step changes its sign. Layouts:

@@ -1,9 +1,8 @@
 """The packed base as vLLM and transformers read it (compressed-tensors or GPTQ, adapter in PEFT's form), and mlx-lm.
 
-`compressed-tensors`: the library's own `compress` quantises a dense weight, which would round our codes a second time.
-So tensors are written one by one, with its packing function and its config schema. Integer codes keep their width.
-Others take 2, 4 or 8 bits unless the user names one: those do not cross a 32-bit word, and all its versions pack them
-alike. The layout of 3 bits changed (ten codes to a word up to 0.15, no gaps in 0.20).
+`compressed-tensors`: the library's own `compress` would round our codes a second time, so tensors are written one by
+one, with its packing function and config schema. Integer codes keep their width. Others take 2, 4 or 8 bits unless the
+user names one: all its versions pack those alike, but not 3 (ten codes to a word up to 0.15, no gaps in 0.20).
 
 GPTQ, which GPTQModel reads too: a weight is (q - z) s, with whole q and z. Our integer codes are that with
 z = 2^(bits-1), of which GPTQ's first format stores one less; its second stores z as it is, and fewer readers know it.
@@ -15,9 +14,8 @@ MLX, with the adapter in `adapters/`, holds w = q s + b: codes q from 0, a float
 128 inputs. Integer codes have b = -2^(bits-1) s, a float16 whenever s is: exact. Other biases are rounded to float16,
 by 2^-11 of themselves or less, which is measured with the rest. Other groups, tables, low-rank scales: rounded again.
 
-MLX computes in the type of the activations, float16 here, but for the last norm: float32, and so are the logits. The
-tensors are written from torch: mlx's `quantize` would choose steps of its own. A tied embedding is stored once, and
-mlx-lm uses it as the LM head. Source: `mlx.core.quantize` (a stream of bits in words of 32), mlx-lm's `load_adapters`.
+MLX computes in float16 here, but for the last norm and logits: float32. Its `quantize` would choose steps of its own,
+so tensors are written from torch. Source: `mlx.core.quantize` (bits in words of 32), mlx-lm's `load_adapters`.
 """
 
 import json

@@ -4,10 +4,9 @@ A run lists the files it writes (`qat_lora_files.txt`). `--overwrite` removes th
 unlisted file is refused; a run that owns everything in its folder deletes what people put there. The list is a
 write-ahead log: a kill leaves no file unlisted. It holds names: a user's file under a listed one counts as the run's.
 
-A new file appears whole or not at all: temporary file, fsync, link, fsync of the folder. Under the final name a kill
-leaves half a file, rename without fsync leaves an empty one after a power cut, and overwrites what another process has
-just finished; `link` refuses. The lock is `flock`, which the kernel drops with the process; a lock *file* would block
-the next run. Tests kill a process at each `failpoint`: at random times almost no kill lands inside a commit.
+A new file appears whole or not at all: temporary file, fsync, link, fsync of the folder. Rename without fsync leaves an
+empty one after a power cut, and overwrites what another process has just finished; `link` refuses. The lock is `flock`,
+which the kernel drops with the process; a lock *file* would block the next run. Tests kill at each `failpoint`.
 
 A file is replaced by one rename. A folder cannot be (rename wants an empty target): the new one is filled under another
 name, the old one is renamed away, the new one takes its name, others' files move over, and the old one is removed last.

@@ -13,9 +13,8 @@ the stored log-sum. Scores are float32 whatever the model computes in: bfloat16 
 PyTorch/XLA small tiles make a long graph, writes in place copies (`blocked_attention`).
 
 Devices with a compiler of their own kernels (CUDA) take FlexAttention, as a mask in memory rules out torch's flash
-kernels. Its *block mask* says which tiles of 128 x 128 scores hold anything, which of these are whole, and a rule for
-the rest, compiled in: documents, windows and causality become tiles never visited. One serves all layers of a
-micro-batch; another batch is no other program. Variable-length flash attention would have a host count rows.
+kernels. Its *block mask* says which tiles of 128 x 128 scores hold anything, which are whole, and a rule for the rest:
+documents, windows and causality become tiles never visited. Variable-length flash attention would count on the host.
 
 Sources: FlashAttention-2 (Dao, 2023), Algorithms 1 and 2, without its tiles of keys; FlexAttention (arXiv 2412.05496).
 """

@@ -2,9 +2,8 @@
 
 Codes cannot train, since rounding has no slope; so a float weight is kept as well, the *latent* weight, and the layer
 computes with the nearest code times its scale (`fake_quantize`). `Latent` trains the weight itself, as EfficientQAT and
-ParetoQ do; `LatentChange` a low-rank change of it, as LR-QAT: the codes of the sum *are* the result. An adapter outside
-is stronger at equal rank, and costs bits and time forever. A latent weight starts at the point of its code's cell that
-is nearest to the full-precision weight: rounding W again would throw away the codes of an error-compensated start.
+ParetoQ do; `LatentChange` a low-rank change of it, as LR-QAT: the codes of the sum *are* the result. A latent weight
+starts at the point of its code's cell nearest to the full-precision weight, to keep an error-compensated start's codes.
 
 Gradients through the rounding are conventions; ParetoQ found these best at each width:
 

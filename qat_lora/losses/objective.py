@@ -9,9 +9,8 @@ disappeared once its weight had annealed to 0 would change the compiled graph.
 It also gives `kl` for the log, the distance that evaluations report: `hybrid` and `sampled` lack the teacher's entropy
 (held by caches of draws alone), T² scales a softened term, so no loss is it but that of `ghost` and `full` at T = 1.
 
-A sparse teacher is only correct with the mass of its tail at the same temperature, 1 - Σ_topK exp(z/T)/Z_T. Only the
-builder of the cache saw the whole vocabulary; guessing Z_T from the mass at T = 1 is wrong by orders of magnitude, so a
-temperature that the batch does not carry is refused. Draws are right at T = 1 only.
+A sparse teacher is only correct with the mass of its tail at the same temperature, 1 - Σ_topK exp(z/T)/Z_T, which only
+the cache's builder saw: a temperature that the batch does not carry is refused. Draws are right at T = 1 only.
 """
 
 import functools

@@ -162,9 +162,9 @@ def layer_work(
     size = SUPER if spec.step_bits else spec.group_size if spec.sharing == "group" and spec.group_size else BLOCK
     weights, sweeps, refits = rows * columns, rounds + both, (rounds + both) * levels
     products = 2 * weights * (columns * (alone + paired) + int(rows * both * (1 + 1 / GROUPS)))
-    # The best adapter for each turn, for what is descended to, every time that it follows, and at the end: an error
-    # between triangular roots, in four parts, and passes over it.
-    fitted = (turns + 2 + both // FOLLOWED) * (turns > 1)
+    # The best adapter for each turn, for what is descended to, before, between and after two-sided rounds, and at the
+    # end: an error between triangular roots, in four parts, and passes over it.
+    fitted = (turns + 2 + (both > 0) + both // FOLLOWED) * (turns > 1)
     products += 2 * weights * fitted * (5 * (rows + columns) // 8 + 2 * (ITERATIONS + 1) * OVERSAMPLED)
     block, clips = size * turns + BLOCK * sweeps, turns * (CLIPS * (1 + spec.signed) + len(FINER))
     factors = (spec.rank or 0) * ((spec.rank or 0) + 1) * 2 * LOW_RANK_SWEEPS * turns  # the Gram matrices of both

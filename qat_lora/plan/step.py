@@ -15,8 +15,7 @@ graph (XLA): the step takes the longer of device and host. Bytes are those of fu
 and writes its result once. Backward, a tensor's gradient moves as the tensor did, and elementwise work is done again
 (`runtime/xla/loop.py`, compiled layers on CUDA). Not in it: exchanges between chips, optimizer, compiling, reading.
 
-`benchmarks/estimate.py` and `tests/plan/test_plan_roofline.py` compare both with measured peaks and compilers' counts.
-Source: Williams, Waterman, Patterson (2009), "Roofline: an insightful visual performance model".
+`benchmarks/estimate.py` compares both with peaks and compilers' counts. Source: Roofline, Williams et al. 2009.
 """
 
 import re

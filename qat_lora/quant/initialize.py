@@ -4,20 +4,16 @@
 * `mse`: the clip with the least squared weight error, each input weighted by its second moment where text is given.
 * `awq`: the clip that disturbs the outputs least, group by group (AWQ's clip search), round to nearest.
 * `gptq`: error-compensated rounding, so that the *output* changes least.
-* `descent`: from there, coordinate descent over the codes alternates with least-squares scales until output errors
-  stop falling. At 2 bits this is worth more than all that training on few tokens can do afterwards.
+* `descent`: from there, coordinate descent over the codes alternates with least-squares scales.
 
 `refine_rows` goes on in both metrics: an error in one output may cancel what another one does. To second order a weight
 error E costs the predictions tr(G E H Eᵀ), with G the Fisher information of outputs and H the second moment of inputs
 (`layers.calibrate.fisher`). Solvers that know H alone take G for diagonal; it is far from that, and rows that are
 fitted to each other's errors cost less. Given the other rows, what row i costs is G_ii times the output error towards
 another target, Ŵ_i + (G E)_i / G_ii. So the one-sided solvers do the work. Row after row would be too little of it for
-an accelerator, all rows at once overshoot: every eighth row is moved together, as if these were not coupled. A layer
-keeps what lowers its cost; bounds of the coupling need no such check and gain less than half, and rounding that
-compensates rows as GPTQ does columns ends where descent ends without it.
+an accelerator, all rows at once overshoot: every eighth row is moved together, and a layer keeps what lowers its cost.
 
-Sources: AWQ (arXiv 2306.00978) for the clip search; the two-sided objective, YAQA (arXiv 2505.22988), which rounds with
-feedback from both sides; two-sided descent, ours; the module `gptq` for the others.
+Sources: AWQ (arXiv 2306.00978), the clip search; YAQA (2505.22988), the two-sided objective; `gptq` for the others.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 A KD cache and a text alone serve batches in the same order and shapes, so the loop knows no difference. What differs is
 the objective (a text has no teacher, so only the cross-entropy is left), the number that evaluations report, and what
-identifies the data in a run's settings. `recover` and `qat` differ in what trains and is exported. The folder is
-claimed by the settings that decide the result, so the same command goes on with an interrupted run and another is
-refused. Only the main process writes.
+identifies the data. `recover` and `qat` differ in what trains and is exported. The folder is claimed by the settings
+that decide the result: the same command goes on, another is refused. Only the main process writes.
 """
 
 import contextlib

@@ -7,12 +7,10 @@ start is far above what is best. So each trial is the run in miniature: from the
 warm-up and decay compressed to a 32nd of the run's steps. Then the loss is measured on rows that no trial trains on,
 by one more step at a rate of 0: the same computation, hence no new graph on XLA, and no evaluation split is needed.
 
-All trials see the same numbers but for the rate, so their losses are a smooth curve over it, though the differences are
-small beside the loss's spread from row to row. Rates are tried by factors of 2 until the best has worse neighbours;
-the minimum of the parabola through the three is the best rate of a run that short. Adam's first steps are the noisiest,
-so short runs want a lower rate than long ones: the ratio is a power of that of their lengths (`HORIZON_POWERS`).
-
-The trials leave weights, optimizer and random numbers as they were; each is kept in `lr_probe.json` as it ends.
+All trials see the same numbers but for the rate, so their losses are a smooth curve over it. Rates are tried by factors
+of 2 until the best has worse neighbours; the minimum of the parabola through the three is the best rate of a run that
+short. Short runs want a lower rate than long ones: the ratio is a power of that of their lengths (`HORIZON_POWERS`).
+Trials leave weights, optimizer and random numbers as they were; each is kept in `lr_probe.json` as it ends.
 """
 
 import math

@@ -7,12 +7,11 @@ do, weighs tokens of short batches more. No value is read back from the device.
 
 *The anchor*: some training rows on which the student is held near what it was before training. Before step 1 its
 outputs on these rows are remembered in the arrays of a KD cache's batch, so the loss on a cache serves the anchor too.
-(Remembering the *teacher's* outputs would be a second KD term under another name; keeping a copy of the old student
-costs a second model.) Every optimizer step gets one more micro-batch, of as many anchor rows as the others have, in
-turn; so with an anchor the micro-batch size is part of a run's identity. The weight is per token: since a step's sums
-are divided by the cache's tokens, the anchor's gradient is scaled by tokens / anchor tokens, all of it on the device.
-No checkpoint stores the anchor: a resumed run has just built the student from its start again when it loads the
-checkpoint, and remembers that. The rows come from the run's seed; dropout is off, and no random number is drawn.
+(A copy of the old student would cost a second model.) Every optimizer step gets one more micro-batch, of as many anchor
+rows as the others have, in turn; so with an anchor the micro-batch size is part of a run's identity. The weight is per
+token: since a step's sums are divided by the cache's tokens, the anchor's gradient is scaled by tokens / anchor tokens.
+No checkpoint stores the anchor: a resumed run remembers the student that it has just built from its start again. The
+rows come from the run's seed; dropout is off, and no random number is drawn.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

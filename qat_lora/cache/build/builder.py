@@ -7,8 +7,7 @@ are not written), so that a compiling device compiles once. Packing, checksums a
 hidden behind the teacher's next forward; an exception on either side stops both and surfaces here.
 
 The cost of a build is measured (`forecast`): a teacher's rate follows from its size only within a factor of three or
-so, three batches tell it within a few percent. Tokenising is in that time, since it runs between forwards; packing and
-writing run behind them. Bytes are computed: the layout of a shard is a pure function of its rows.
+so, three batches tell it within a few percent. Bytes are computed: a shard's layout is a pure function of its rows.
 """
 
 import collections

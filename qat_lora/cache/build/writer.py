@@ -9,10 +9,9 @@ function of its rows: no dates, no host names, so equal builds have equal bytes.
 
 Of n builders that fill one folder, builder i owns its part of the text and the shard numbers j with j mod n = i.
 It never waits for another and never writes a name that another writes, so builders may run on machines that share
-nothing but the folder, and each resumes by itself. A coordinator, or documents drawn from a common queue, would balance
-the load better, but then the rows would depend on timing, and no killed build could be continued to the same bytes. A
-builder whose rows have ended writes a record of its own (`b-000001.json`). The builder that finds all n of them writes
-the manifest, under a lock; after a crash between the two, running any of the builders again writes it.
+nothing but the folder, and each resumes by itself. A common queue of documents would balance the load better, but rows
+would depend on timing, and no killed build could go on to the same bytes. A builder whose rows have ended writes a
+record of its own (`b-000001.json`); the one that finds all n writes the manifest, under a lock, at any later start too.
 """
 
 import contextlib

@@ -10,8 +10,7 @@ calibration rows gives both; the labels of the text are not used.
 
 Memory that would grow with the model is bounded: decoder blocks recompute their activations in the backward pass, G
 may be on disk (`zeros_in`), as it takes several times the room of a bfloat16 model, and logits are computed for a few
-positions at a time. A file is unlinked as soon as it is mapped, so a run leaves nothing behind but the one file that a
-killed run was just making; the next run removes it. Block-wise training keeps its rows' hidden states there as well.
+positions at a time. A file is unlinked as soon as it is mapped; what a killed run was making the next one removes.
 
 Sources: K-FAC (arXiv 1503.05671); Fisher weights in rounding, GuidedQuant (arXiv 2505.07004); each factor weighted by
 the other, the nearest Kronecker product of YAQA (arXiv 2505.22988).

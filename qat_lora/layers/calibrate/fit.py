@@ -7,16 +7,19 @@ Cholesky factors as roots make the same corrections as symmetric roots do, at a 
 
 Codes that are chosen first waste their freedom on what the adapter corrects anyway. With a `joint_rank` the two
 alternate: codes of W - B A by the chosen method, then B A of what they leave; the best turn is kept. Where G is known
-whole, `descent` goes on in both metrics (`refine_rows`) with B alone held, since B A is the best for the codes that
-are. What its columns span then costs nothing, and G becomes G - G B (Bᵀ G B)⁻¹ Bᵀ G.
+whole, `descent` goes on in both metrics (`refine_rows`). B A is the best for the codes that are and follows those that
+come, so to first order what B's columns or A's rows span costs nothing: G becomes G - G B (Bᵀ G B)⁻¹ Bᵀ G, H alike.
 
 Sources: QERA (arXiv 2410.06040), EoRA (2410.21271); alternation, LoftQ (2310.08659) and CALDERA (2405.18886).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -88,14 +91,6 @@ class _Root(NamedTuple):
             return rows / self.factor
         return torch.linalg.solve_triangular(self.factor, rows.to(self.factor.dtype), upper=False, left=False)
 
-    def beyond(self, whole: Tensor, columns: Tensor) -> Tensor:
-        """Return the `whole` metric without all but nothing of what it has in the span of columns [n, r]."""
-        spanned = self.factor @ torch.linalg.qr(self.factor.T @ columns.to(self.factor.dtype)).Q
-        give_back()  # before the largest matrix is made
-        left = whole.addmm(spanned.float(), spanned.float().T, alpha=-1)
-        left.diagonal().add_(float(self.factor.diagonal().square().mean()) * SPAN_FLOOR)
-        return left
-
 
 class Metric(NamedTuple):
     """What a weight error costs: tr(G E H Eᵀ)."""
@@ -116,12 +111,22 @@ class Metric(NamedTuple):
 
     def correction(self, error_OI: Tensor, rank: int, joint_rank: int = 0) -> tuple[Factors, float]:
         """Return the best rank-r correction of an error, and the cost that `joint_rank` of its columns leave."""
+        u, s, v, left = self._leading(error_OI, rank, joint_rank)
+        a, b = self.inputs.over((v * s.sqrt()).T), self.outputs.over((u * s.sqrt()).T).T
+        return Factors(a.float(), b.float()), left
+
+    def spans(self, error_OI: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
+        """Return S [O, r] and S [I, r], S Sᵀ what G and H have where the best correction is, and the cost it leaves."""
+        u, _, v, left = self._leading(error_OI, rank, rank)
+        g, h = self.outputs.factor, self.inputs.factor
+        return g @ u.to(g), h @ v.to(h), left
+
+    def _leading(self, error_OI: Tensor, rank: int, joint_rank: int) -> tuple[Tensor, Tensor, Tensor, float]:
         weighed = self.weigh(error_OI)
         u, s, v = _leading(weighed, rank)
-        a, b = self.inputs.over((v * s.sqrt()).T), self.outputs.over((u * s.sqrt()).T).T
         norms = (torch.linalg.vector_norm(part, dim=-1).double() for part in (weighed, s[:joint_rank]))
         whole, corrected = (float(norm.square().sum()) for norm in norms)
-        return Factors(a.float(), b.float()), whole - corrected
+        return u, s, v, whole - corrected
 
     def costs(self, error_OI: Tensor, most: int) -> Tensor:
         """Return what an error costs after its best corrections of ranks 0 to `most`, float64 [most + 1]."""
@@ -231,20 +236,42 @@ class _Solver(NamedTuple):
         self, weights_OI: Sequence[Tensor], metrics: Sequence[Metric], outputs: Sequence[Tensor | None], found: Found
     ) -> Found:
         """Return weights after descent in both metrics, beside the joint adapter; as given without a whole G."""
-        wholes = [damped(x.float(), OUTPUT_FLOOR) for x in outputs if x is not None and x.dim() == 2]
-        if self.settings.method != "descent" or len(wholes) < len(metrics):
+        known = [x for x in outputs if x is not None and x.dim() == 2]
+        if self.settings.method != "descent" or len(known) < len(metrics):
             return found
-        assert self.curvature is not None
-        vars(self.curvature).pop("inverse_root_LII", None)  # no start follows
+        assert (curvature := self.curvature) is not None
+        vars(curvature).pop("inverse_root_LII", None)  # no start follows
         aim, rank = self._stacked(weights_OI), min(self.settings.joint_rank, *weights_OI[0].shape)
-        for rounds in [FOLLOWED] * (TWO_SIDED_ROUNDS // FOLLOWED) if rank else [TWO_SIDED_ROUNDS]:
-            give_back()
-            costs = [
-                metric.outputs.beyond(g, metric.correction(weight - now.dense(self.spec), rank)[0].b_OR) if rank else g
-                for metric, g, weight, now in zip(metrics, wholes, weights_OI, found, strict=True)
-            ]
+        whole_LOO = damped(torch.stack(known).float(), OUTPUT_FLOOR).to(aim.device)
+
+        def refined(rounds: int) -> Found:
             start = QuantizedWeight.joined(found).to(aim.device)
-            stacked = (torch.stack(costs) if len(costs) > 1 else costs[0][None]).to(aim.device)
-            fitted = initialize.refine_rows(aim, self.spec, start, self.curvature, stacked, rounds)
-            found = fitted.to(weights_OI[0].device).split(len(found))
-        return found
+            fitted = initialize.refine_rows(aim, self.spec, start, curvature, whole_LOO, rounds)
+            return fitted.to(weights_OI[0].device).split(len(found))
+
+        if not rank:
+            return refined(TWO_SIDED_ROUNDS)
+        best = [(math.inf, quantised) for quantised in found]
+        for turns_left in range(TWO_SIDED_ROUNDS // FOLLOWED, -1, -1):
+            give_back()
+            given = zip(metrics, weights_OI, found, strict=True)
+            spans = [metric.spans(weight - now.dense(self.spec), rank) for metric, weight, now in given]
+            ways = zip(best, ((left, now) for (*_, left), now in zip(spans, found, strict=True)), strict=True)
+            best = [min(way, key=operator.itemgetter(0)) for way in ways]
+            if turns_left:
+                of_outputs, of_inputs, _ = zip(*spans, strict=True)
+                with _without(whole_LOO, of_outputs), _without(curvature.damped_LII, of_inputs):
+                    found = refined(FOLLOWED)
+        return [quantised for _, quantised in best]
+
+
+@contextlib.contextmanager
+def _without(metric_LNN: Tensor, spanned: tuple[Tensor, ...]) -> Iterator[None]:
+    """Let metrics be without all but nothing of what they have in spans, for a while; in place, as they are large."""
+    spanned_LNR = torch.stack(spanned).to(metric_LNN)
+    floor_L1 = SPAN_FLOOR * metric_LNN.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True)
+    for sign in (-1, 1):
+        metric_LNN.baddbmm_(spanned_LNR, spanned_LNR.mT, alpha=sign)
+        metric_LNN.diagonal(dim1=1, dim2=2).sub_(sign * floor_L1)
+        if sign < 0:
+            yield

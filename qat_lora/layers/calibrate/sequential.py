@@ -9,9 +9,8 @@ rows at one depth. A layer of the student should put out W x but receives y, so 
 the least-squares map from what it receives to what it should give; codes and adapter start are then fitted to W* on
 E[y yᵀ]. GPTQ's usual W on the student's inputs won nothing on our teacher, W* a sixth of the KL. A block is held twice.
 
-Masks, positions and rotary embeddings are recorded while the model runs (`capture_calls`, also for `train.blockwise`),
-so nothing here knows how a model makes them. They do not depend on what the blocks compute, so from the second batch on
-the blocks hand on what they get. Source: GPTAQ (arXiv 2504.02692); the target W* is its least-squares form.
+Masks, positions and rotary embeddings are recorded while the model runs (`capture_calls`); they do not depend on what
+the blocks compute, which hand on what they get. Source: GPTAQ (arXiv 2504.02692); W* is its least-squares form.
 """
 
 import contextlib

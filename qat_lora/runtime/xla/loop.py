@@ -13,10 +13,8 @@ share (masks, positions), and AOTAutograd keeps attention's scores; here the bac
 input, and is given what was expensive the first time: the results of the products and of attention (selective
 checkpointing). Norms, rotations and activations are cheaper to compute again than to read.
 
-A single product is lowered alone as well (`exact_dot`), at the highest precision, in a graph whose other products have
-the device's own: `set_mat_mul_precision` is read when a graph is lowered and holds for all of it.
-
-Sources: torch_xla/experimental/scan.py (2.9); Korthikanti et al. 2022 (arXiv:2205.05198), section 5.
+One product is lowered alone too (`exact_dot`), at the highest precision: `set_mat_mul_precision` would hold for all
+of a graph. Sources: torch_xla/experimental/scan.py (2.9); Korthikanti et al. 2022 (arXiv:2205.05198), section 5.
 """
 
 from __future__ import annotations
