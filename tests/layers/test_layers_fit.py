@@ -8,12 +8,11 @@ from qat_lora.errors import ConfigError
 from qat_lora.layers.calibrate.fit import (
     INPUT_FLOOR,
     OUTPUT_FLOOR,
-    SPAN_FLOOR,
     TURNS,
     FitSettings,
     Metric,
+    _move_out,
     _Root,
-    _without,
     fit_layers,
     together,
 )
@@ -175,18 +174,18 @@ def test_a_metric_beyond_columns_is_what_an_adapter_with_them_leaves():
     root = np.linalg.cholesky(outputs)
     a = np.linalg.lstsq(root.T @ columns, root.T @ error, rcond=None)[0]
     whole, spanned = torch.from_numpy(outputs).float()[None], root @ np.linalg.qr(root.T @ columns)[0]
-    with _without(whole, (torch.from_numpy(spanned),)):
-        beyond = whole[0].double().numpy()
+    old, new = torch.zeros(1, 12, 3), torch.from_numpy(spanned)[None]
+    _move_out(whole, old, new)
+    beyond = whole[0].double().numpy()
     least = cost(error - columns @ a, inputs, outputs)
-    floor = SPAN_FLOOR * np.trace(outputs) / 12 * cost(error, inputs, np.eye(12))
-    assert cost(error, inputs, beyond) == pytest.approx(least + floor, rel=1e-3)
+    assert cost(error, inputs, beyond) == pytest.approx(least, rel=1e-3)
     assert least < 0.5 * cost(error, inputs, outputs)
+    _move_out(whole, new, old)
     np.testing.assert_allclose(whole[0].numpy(), outputs, rtol=1e-5, atol=1e-5)  # as it was
 
 
-def test_beyond_both_spans_an_error_costs_what_its_best_adapter_leaves_and_small_changes_nearly_so(monkeypatch):
+def test_beyond_both_spans_an_error_costs_what_its_best_adapter_leaves_and_small_changes_nearly_so():
     """Against singular values between NumPy's Cholesky roots; B's columns alone are further off."""
-    monkeypatch.setattr("qat_lora.layers.calibrate.fit.SPAN_FLOOR", 0.0)
     draw = np.random.default_rng(7)
     inputs, outputs, error, change = moment_of(14, 1), moment_of(10, 2), *draw.normal(size=(2, 10, 14))
     roots = np.linalg.cholesky(outputs), np.linalg.cholesky(inputs)
@@ -197,10 +196,10 @@ def test_beyond_both_spans_an_error_costs_what_its_best_adapter_leaves_and_small
         return np.square(np.linalg.svd(roots[0].T @ x @ roots[1], compute_uv=False)[3:]).sum()
 
     wholes, small = [torch.from_numpy(whole)[None].clone() for whole in (outputs, inputs)], error + 0.01 * change
-    with _without(wholes[0], (spans[0],)):
-        by_b_alone = cost(small, inputs, wholes[0][0].numpy())
-        with _without(wholes[1], (spans[1],)):
-            before, after = (cost(x, wholes[1][0].numpy(), wholes[0][0].numpy()) for x in (error, small))
+    for whole, span in zip(wholes, spans, strict=True):
+        _move_out(whole, torch.zeros(1, *span.shape), span[None])
+    by_b_alone = cost(small, inputs, wholes[0][0].numpy())
+    before, after = (cost(x, wholes[1][0].numpy(), wholes[0][0].numpy()) for x in (error, small))
     assert left == pytest.approx(least(error), rel=1e-9) and before == pytest.approx(left, rel=1e-9)
     assert abs(after - least(small)) < 0.5 * abs(by_b_alone - least(small))
 

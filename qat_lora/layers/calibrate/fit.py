@@ -15,11 +15,10 @@ Sources: QERA (arXiv 2410.06040), EoRA (2410.21271); alternation, LoftQ (2310.08
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -242,16 +241,19 @@ class _Solver(NamedTuple):
         assert (curvature := self.curvature) is not None
         vars(curvature).pop("inverse_root_LII", None)  # no start follows
         aim, rank = self._stacked(weights_OI), min(self.settings.joint_rank, *weights_OI[0].shape)
-        whole_LOO = damped(torch.stack(known).float(), OUTPUT_FLOOR).to(aim.device)
+        metric_LOO = damped(torch.stack(known).float(), OUTPUT_FLOOR + SPAN_FLOOR).to(aim.device)
 
-        def refined(rounds: int) -> Found:
+        def refined(rounds: int, *spans: list[Tensor]) -> Found:
             start = QuantizedWeight.joined(found).to(aim.device)
-            fitted = initialize.refine_rows(aim, self.spec, start, curvature, whole_LOO, rounds)
+            for metric_LNN, *moved in zip((metric_LOO, curvature.damped_LII), *spans, strict=True) if spans else ():
+                _move_out(metric_LNN, *moved)
+            fitted = initialize.refine_rows(aim, self.spec, start, curvature, metric_LOO, rounds)
             return fitted.to(weights_OI[0].device).split(len(found))
 
         if not rank:
             return refined(TWO_SIDED_ROUNDS)
         best = [(math.inf, quantised) for quantised in found]
+        without = [torch.zeros(*metric.shape[:2], rank) for metric in (metric_LOO, curvature.damped_LII)]
         for turns_left in range(TWO_SIDED_ROUNDS // FOLLOWED, -1, -1):
             give_back()
             given = zip(metrics, weights_OI, found, strict=True)
@@ -260,18 +262,12 @@ class _Solver(NamedTuple):
             best = [min(way, key=operator.itemgetter(0)) for way in ways]
             if turns_left:
                 of_outputs, of_inputs, _ = zip(*spans, strict=True)
-                with _without(whole_LOO, of_outputs), _without(curvature.damped_LII, of_inputs):
-                    found = refined(FOLLOWED)
+                spanned = [torch.stack(of_outputs), torch.stack(of_inputs)]
+                without, found = spanned, refined(FOLLOWED, without, spanned)
         return [quantised for _, quantised in best]
 
 
-@contextlib.contextmanager
-def _without(metric_LNN: Tensor, spanned: tuple[Tensor, ...]) -> Iterator[None]:
-    """Let metrics be without all but nothing of what they have in spans, for a while; in place, as they are large."""
-    spanned_LNR = torch.stack(spanned).to(metric_LNN)
-    floor_L1 = SPAN_FLOOR * metric_LNN.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True)
-    for sign in (-1, 1):
-        metric_LNN.baddbmm_(spanned_LNR, spanned_LNR.mT, alpha=sign)
-        metric_LNN.diagonal(dim1=1, dim2=2).sub_(sign * floor_L1)
-        if sign < 0:
-            yield
+def _move_out(metric_LNN: Tensor, old_LNR: Tensor, new_LNR: Tensor) -> None:
+    """Put back what metrics had in old spans, take out what they have in new ones; in place, as they are large."""
+    old, new = old_LNR.to(metric_LNN), new_LNR.to(metric_LNN)
+    metric_LNN.baddbmm_(old, old.mT).baddbmm_(new, new.mT, alpha=-1)
