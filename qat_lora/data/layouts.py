@@ -11,7 +11,8 @@ So the template itself is asked: the text up to an answer is its rendering of th
 prompt, the text after it that of the messages with the answer. Both must be beginnings of the whole chat's rendering,
 and that is checked. The whole is tokenised as one text, as in use; the tokenizer's offsets give the spans of tokens.
 
-Templates of reasoning models write an (empty) thinking block into the last answer and leave it out of earlier ones.
+One exception is known: templates of reasoning models write an (empty) thinking block into the last answer and leave it
+out of earlier ones. An earlier answer's rendering is then the same text without its beginning.
 """
 
 import re

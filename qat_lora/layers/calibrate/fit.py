@@ -110,17 +110,17 @@ class Metric(NamedTuple):
 
     def correction(self, error_OI: Tensor, rank: int, joint_rank: int = 0) -> tuple[Factors, float]:
         """Return the best rank-r correction of an error, and the cost that `joint_rank` of its columns leave."""
-        u, s, v, left = self._leading(error_OI, rank, joint_rank)
+        u, s, v, left = self._decomposed(error_OI, rank, joint_rank)
         a, b = self.inputs.over((v * s.sqrt()).T), self.outputs.over((u * s.sqrt()).T).T
         return Factors(a.float(), b.float()), left
 
     def spans(self, error_OI: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
         """Return S [O, r] and S [I, r], S Sᵀ what G and H have where the best correction is, and the cost it leaves."""
-        u, _, v, left = self._leading(error_OI, rank, rank)
+        u, _, v, left = self._decomposed(error_OI, rank, rank)
         g, h = self.outputs.factor, self.inputs.factor
         return g @ u.to(g), h @ v.to(h), left
 
-    def _leading(self, error_OI: Tensor, rank: int, joint_rank: int) -> tuple[Tensor, Tensor, Tensor, float]:
+    def _decomposed(self, error_OI: Tensor, rank: int, joint_rank: int) -> tuple[Tensor, Tensor, Tensor, float]:
         weighed = self.weigh(error_OI)
         u, s, v = _leading(weighed, rank)
         norms = (torch.linalg.vector_norm(part, dim=-1).double() for part in (weighed, s[:joint_rank]))
@@ -241,10 +241,11 @@ class _Solver(NamedTuple):
         assert (curvature := self.curvature) is not None
         vars(curvature).pop("inverse_root_LII", None)  # no start follows
         aim, rank = self._stacked(weights_OI), min(self.settings.joint_rank, *weights_OI[0].shape)
-        metric_LOO = damped(torch.stack(known).float(), OUTPUT_FLOOR + SPAN_FLOOR).to(aim.device)
+        metric_LOO = damped(torch.stack(known).float(), OUTPUT_FLOOR + SPAN_FLOOR * bool(rank)).to(aim.device)
 
         def refined(rounds: int, *spans: list[Tensor]) -> Found:
             start = QuantizedWeight.joined(found).to(aim.device)
+            # Here, so that on XLA it is part of the first round's graph; nothing reads the moments after the last one.
             for metric_LNN, *moved in zip((metric_LOO, curvature.damped_LII), *spans, strict=True) if spans else ():
                 _move_out(metric_LNN, *moved)
             fitted = initialize.refine_rows(aim, self.spec, start, curvature, metric_LOO, rounds)

@@ -5,8 +5,9 @@ is imported inside functions, so that these modules can be imported where torch_
 
 XLA traces what is called and compiles it at a sync; a graph that was seen before runs at once. `mark_step` syncs after
 every micro-batch and `step_end` after the optimizer, so a step is two kinds of graph whatever the accumulation count.
-The counts hold if the caller keeps gradients as zeroed tensors (`zero_grad(set_to_none=False)`, before the first step
-too), makes the optimizer's state before it, and keeps shapes.
+Without the sync before the optimizer, one graph would hold the whole accumulation; with syncs only between
+micro-batches, the large one would be compiled twice. The counts hold if the caller keeps gradients as zeroed tensors
+(`zero_grad(set_to_none=False)`, before the first step too), makes the optimizer's state before it, and keeps shapes.
 """
 
 import contextlib
