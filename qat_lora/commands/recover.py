@@ -73,6 +73,9 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     torch.manual_seed(run.seed)
     ranks = None if options.lora.recovery_r else allocated_ranks(model.folder)
     add_lora(model.module, options.lora, starts, ranks)
+    details = getattr(getattr(model.config, "quantization_config", None), "details", {})
+    if ranks is None and (rank := options.lora.rank) < (chosen := details.get("joint_rank", 0)):
+        say(run, f"warning: codes were chosen for rank {chosen}; quantize --joint-rank {rank} ends at a lower KL")
 
     # A frozen base is multiplied in bfloat16 under autocast, so it is formed in it, once.
     dtype = torch.bfloat16 if loop.autocast else model.module.dtype
@@ -82,9 +85,8 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
         return recovery_parts(model, options.train_scales, options.train_norms, dtype, last)
 
     def announce(groups: Groups) -> str:
-        count = sum(tensor.numel() for tensors in groups.values() for tensor in tensors.values())
-        begin = "from the quantisation error" if starts else "at zero"
-        return f"{count:,} numbers train, adapters start {begin} · {out}"
+        n = sum(tensor.numel() for tensors in groups.values() for tensor in tensors.values())
+        return f"{n:,} numbers train, adapters start {'from the quantisation error' if starts else 'at zero'} · {out}"
 
     def export(groups: Groups, folder: Path) -> None:
         """Write the student as an adapter folder, at once; what training changed of its base goes into it."""
@@ -103,9 +105,8 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
             save_adapter(model.module, options.lora, draft, base, sha256)
 
     def work() -> dict[str, Any]:
-        shares = _block_by_block(plan, model, full, dtype) if full else None
-        result = train_student(plan, model, groups, announce, export, settings)
-        return result if shares is None else {**result, "blocks": shares}
+        shares = {"blocks": _block_by_block(plan, model, full, dtype)} if full else {}
+        return train_student(plan, model, groups, announce, export, settings) | shares
 
     inputs = [options.checkpoint, options.model, options.kd_cache_dir, *text_inputs(options.text), model.folder]
     done = complete_run(plan, settings, [*inputs, options.tokenizer], work, "adapter")

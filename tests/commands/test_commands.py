@@ -34,6 +34,7 @@ from qat_lora.errors import (
 from qat_lora.files import outputs
 from qat_lora.files.checksums import seal
 from qat_lora.layers.convert import quant_layers
+from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.models.load import load_model
 from qat_lora.runtime.host.transfer import THREAD
@@ -169,6 +170,17 @@ def test_the_start_method_that_is_left_is_noted_and_the_others_are_refused(tiny,
     for method in ("svd", "best"):
         with pytest.raises(ConfigError, match=f"^start_method: {method} was removed; [^\n]*$"):
             quantize_options(tiny, run.out, start_method=method)
+
+
+def test_an_adapter_of_a_lower_rank_than_the_codes_were_chosen_for_is_noted(done, tiny, tmp_path, capsys):
+    student = call("quantize", quantize_options(tiny, tmp_path / "student", done["cache"], joint_rank=2))
+    warning = "warning: codes were chosen for rank 2; quantize --joint-rank 1 ends at a lower KL"
+    for rank, warnings in ((1, [warning]), (2, [])):
+        run, lora = replace(part(tmp_path / f"r{rank}"), quiet=False), LoraConfig(recovery_r=rank)
+        once = LoopConfig(batch_size=4, max_steps=1)
+        capsys.readouterr()
+        call("recover", recover_options(student, done["cache"], run.out, run=run, lora=lora, loop=once))
+        assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: codes")] == warnings
 
 
 def test_overwrite_starts_a_run_again(done, tmp_path):
