@@ -65,11 +65,11 @@ check: install
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not slow'
 
 test-full: check
 	QAT_LORA_TPU_COMPILER=$${QAT_LORA_TPU_COMPILER:-$(abspath $(TPU_VENV))/bin/python} \
-	QAT_LORA_ENGINES=$${QAT_LORA_ENGINES:-$(abspath $(ENGINES_VENV))/bin/python} $(BIN)/python -m pytest -n $(WORKERS)
+	QAT_LORA_ENGINES=$${QAT_LORA_ENGINES:-$(abspath $(ENGINES_VENV))/bin/python} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 $(TOOLS)/.installed:
 	$(PYTHON) -m venv $(TOOLS)
@@ -93,7 +93,7 @@ test-lowest test-newest: $(TOOLS)/.installed
 	$(TOOLS)/bin/uv venv -q --clear --python $(PYTHON) build/$@
 	$(TOOLS)/bin/uv pip install -q --python build/$@ --resolution $(RESOLUTION) -e '.[$(RANGE_EXTRAS)]'
 	$(TOOLS)/bin/uv pip list -q --python build/$@ | grep -E '^(torch|transformers|peft|tokenizers|safetensors|numpy) '
-	build/$@/bin/python -m pytest -n $(WORKERS) -m 'not slow and not xla' $(TESTS)
+	build/$@/bin/python -m pytest -n $(WORKERS) --dist loadfile -m 'not slow and not xla' $(TESTS)
 	rm -rf build/$@
 
 resolve: $(TOOLS)/.installed
