@@ -94,7 +94,7 @@ class LanguageModel(Protocol):
         """Return the output head as it is now."""
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """Return logits [N, vocab_size], in the type in which the model computes them."""
+        """Return logits [N, vocab_size] in the type of the hidden states, which may be wider than the model's."""
 
 
 class Scores(NamedTuple):

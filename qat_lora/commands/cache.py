@@ -32,7 +32,7 @@ from qat_lora.models.teachers import DispatchedCausalLM, LlamaCppModel, load_dis
 from qat_lora.options import AuditOptions, CacheBuildOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import made_with
-from qat_lora.setup.common import fetch, fit_attention, fits_positions, place_teacher, say, text_inputs
+from qat_lora.setup.common import fetch, fit_attention, fits_positions, keep_dtype, place_teacher, say, text_inputs
 from qat_lora.terminal import redact
 
 _Teacher = CausalLM | LlamaCppModel | ServedTeacher
@@ -51,6 +51,8 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     if isinstance(place, RemoteFolder):
         place.require_create()  # before a teacher is loaded
     noted = None if run.overwrite else noted_fingerprint(place)
+    options = keep_dtype(options, runtime, noted and noted.builder.rpartition(", ")[2])
+    run = options.run
     teacher, tokenizer, folder, about = _open_teacher(options, runtime, noted)
     lm_head = lm_head_file(teacher.lm_head()) if options.hidden and not isinstance(teacher, ServedTeacher) else None
     dealt = units(text, part.builders)
@@ -186,12 +188,14 @@ def _with_vocabulary(teacher: _Teacher, tokenizer: Any, rows: int | None) -> _Te
 
 def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
     """Run the teacher again on some rows of a cache and report how far the cache is from it; with --out, kept there."""
-    run, path = options.run, str(options.kd_cache_dir)
+    path = str(options.kd_cache_dir)
+    out = Path(options.run.out) if options.run.out else None
+    options = keep_dtype(options, runtime, out and outputs.settings_of(out, "cache audit").get("dtype"))
+    run = options.run
     held = read_manifest(path).fingerprint  # refuses what is no cache before a model is loaded
     teacher = _teacher(options, runtime, held.length)
     sha256 = checkpoint_sha256(teacher.folder)
     audit.check_teacher(held, path, sha256, teacher.vocab_size)
-    out = Path(run.out) if run.out else None
     settings = {"cache": held.sha256, "rows": options.rows, "dtype": run.dtype, "device": runtime.device.type}
     seen: dict[str, Any] = {}
     if options.text is not None:

@@ -32,7 +32,7 @@ from qat_lora.models.load import CausalLM, load_tokenizer
 from qat_lora.models.student import open_student
 from qat_lora.options import CacheGenerateOptions, WriteConfig
 from qat_lora.runtime.base import Runtime
-from qat_lora.setup.common import READ_A_ROW, fits_positions, say, text_inputs
+from qat_lora.setup.common import READ_A_ROW, fits_positions, keep_dtype, say, text_inputs
 
 WIDTH_STEP = 32  # to multiples of which a batch's prompts are padded, so that a compiling device makes few graphs
 
@@ -46,6 +46,7 @@ def generate_cache(options: CacheGenerateOptions, runtime: Runtime) -> Any:
 
 
 def _write_texts(options: CacheGenerateOptions, runtime: Runtime, out: Path) -> None:
+    options = keep_dtype(options, runtime, outputs.settings_of(out, "cache generate").get("run", [None])[-1])
     write, run = options.write, options.run
     student = open_student(str(write.writer or options.teacher), options.hub, run.dtype)
     model, generation = student.model, getattr(student.model.module, "generation_config", None)

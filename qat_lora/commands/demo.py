@@ -38,7 +38,7 @@ from qat_lora.models.load import CausalLM, load_model, load_tokenizer, make_qwen
 from qat_lora.models.student import open_student
 from qat_lora.options import CacheBuildOptions, DemoOptions, EvalOptions, QuantizeOptions, RecoverOptions, RunConfig
 from qat_lora.runtime.base import Runtime
-from qat_lora.runtime.host.machine import fast_dtype
+from qat_lora.runtime.precision import fast_dtype
 from qat_lora.setup.common import batches_of, picture
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import LOGS, draw_curve, read_metrics

@@ -29,7 +29,7 @@ from qat_lora.models.load import CausalLM, load_model, load_tokenizer, tokenizer
 from qat_lora.models.student import Student, open_student, stored_sizes
 from qat_lora.options import EvalOptions
 from qat_lora.runtime.base import Runtime
-from qat_lora.setup.common import batches_of, fits_positions, picture, say, text_inputs
+from qat_lora.setup.common import batches_of, fits_positions, keep_dtype, picture, say, text_inputs
 from qat_lora.terminal import redact
 
 SAMPLES = 2  # continuations that the page shows of each model
@@ -37,6 +37,8 @@ SAMPLES = 2  # continuations that the page shows of each model
 
 def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     """Score models side by side on held-out text; write scores and report card; return the scores by model."""
+    out = Path(options.run.out or "runs/eval")
+    options = keep_dtype(options, runtime, outputs.settings_of(out, "eval").get("run", {}).get("dtype"))
     run = options.run
     manager = check_tasks(options.harness) if options.harness.tasks else None
     teacher = load_model(str(options.teacher), options.hub, "stored" if run.dtype == "float32" else run.dtype)
@@ -50,7 +52,6 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
         taken = f"prompt and continuation take {written} of {positions} positions"
         raise ConfigError(f"generate_tokens: {taken}; give fewer")
     tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
-    out = Path(run.out or "runs/eval")
     students = _open_students(options, tokenizer, teacher.folder)
     main = options.text
     first = "" if main.dataset is None else Path(main.dataset).name or main.dataset

@@ -13,6 +13,7 @@ import torch
 from qat_lora.commands.quantize import quantize
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
+from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import atomic_dir
 from qat_lora.layers.calibrate.fisher import zeros_in
@@ -24,7 +25,7 @@ from qat_lora.models.load import CausalLM, load_model
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
-from qat_lora.setup.common import cached_calibration_rows, check_fits, fetch, run_name, say, with_teacher
+from qat_lora.setup.common import cached_calibration_rows, check_fits, fetch, keep_dtype, run_name, say, with_teacher
 from qat_lora.setup.trainable import check_parts, chosen_preset, trained_parts
 from qat_lora.setup.training import TrainingRun, by_replicas, cache_training_data, complete_run, in_steps, train_student
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
@@ -45,6 +46,7 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
     run, options = options.run, with_teacher(options)
     start = chosen_preset(options).name if options.from_scratch else run_name(str(options.checkpoint))
     out = Path(run.out or f"runs/v2_{start.split('_')[0]}{by_replicas(options.loop, runtime)}")
+    options = keep_dtype(options, runtime, outputs.settings_of(out, "qat").get("dtype"))
     data = cache_training_data(options)
     for name, setting in ((options.model, "model"), (options.checkpoint, "checkpoint")):
         if name is not None:

@@ -9,6 +9,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.export.forms import display_name
 from qat_lora.export.gguf import save_lora
 from qat_lora.export.gguf_model import architecture
+from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256, sha256_of
 from qat_lora.files.folders import atomic_dir
 from qat_lora.files.gguf_header import ADAPTER, GGUF
@@ -22,7 +23,7 @@ from qat_lora.options import RecoverOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.setup import training
-from qat_lora.setup.common import check_fits, fetch, run_name, say, text_inputs
+from qat_lora.setup.common import check_fits, fetch, keep_dtype, run_name, say, text_inputs
 from qat_lora.setup.trainable import check_scales, check_twin, recovery_parts
 from qat_lora.setup.training import TrainingRun, by_replicas, complete_run, in_steps, train_student
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
@@ -35,6 +36,8 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     run, loop = options.run, options.loop
     student = str(options.checkpoint or options.model)
     out = Path(run.out or f"runs/recovery_{run_name(student)}{by_replicas(loop, runtime)}")
+    options = keep_dtype(options, runtime, outputs.settings_of(out, "recover").get("dtype"))
+    run = options.run
     data = training.cache_training_data(options) if options.uses_cache else None
     fetch(runtime, student, options.hub, "checkpoint" if options.checkpoint else "model")
     model = load_model(student, options.hub, run.dtype, dequantize=True)

@@ -159,6 +159,15 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
+def settings_of(out: Path, command: str) -> dict[str, Any]:
+    """Return the settings of the command's run that has claimed a folder, none where no mark of it can be read."""
+    settings: dict[str, Any] = {}
+    with contextlib.suppress(OutputExistsError):
+        if (out / MARK).is_file():
+            settings = _read(out / MARK).settings
+    return settings if settings.get("command") == command else {}
+
+
 def complete(out: Path) -> None:
     """Mark the run in a claimed folder as complete, with the size and sha256 of every file that it leaves."""
     mark, (_, names) = out / MARK, files.listed(out)

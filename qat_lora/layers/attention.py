@@ -6,11 +6,14 @@ gets that of a block of queries at a time. Given a 2-D mask or none, transformer
 forward, which stops an XLA device. So `attention_inputs` builds what every token sees in the graph, from document ids;
 transformers' models pass the numbers on unread, as they have the shape of a finished mask: int32 [B, 1, 1, L].
 
-torch's fused attention for CPUs wants that mask, with which it also multiplies the blocked half of the scores, and keys
-and values repeated for every query head. Here a tile of queries, for all query heads of one key head, meets the keys up
-to its own end (from the begin of its window) in one product; the backward pass rebuilds the tile's probabilities from
-the stored log-sum. Scores are float32 whatever the model computes in: bfloat16 ones are five times as far off. Under
-PyTorch/XLA small tiles make a long graph, writes in place copies (`blocked_attention`).
+torch's fused attention for CPUs wants that mask, with which it also multiplies the blocked half of the scores. Here a
+tile of queries of one row, for all query heads of one key head, meets the keys from the begin of its document (or
+window) up to its own end in one product; the backward pass forms the tile's probabilities again. Scores are float32
+whatever the model computes in: bfloat16 ones are five times as far off. torch's kernel called for each document by
+itself was measured too (AVX-512, rows of 512, 9 / 3 heads of 64 and 16 / 8 of 128): it takes 1.1 to 1.5 times as long for
+one document a row, the same for 4, three quarters for 16, and with gradients 1.3 to 2.8 times as long at each.
+Softmax, since `exp` of MKL is slow where it underflows, as at masked scores. Under PyTorch/XLA small tiles make a long
+graph, writes in place copies (`blocked_attention`).
 
 Devices with a compiler of their own kernels (CUDA) take FlexAttention, as a mask in memory rules out torch's flash
 kernels. Its *block mask* says which tiles of 128 x 128 scores hold anything, which are whole, and a rule for the rest:
@@ -19,8 +22,8 @@ documents, windows and causality become tiles never visited. Variable-length fla
 Sources: FlashAttention-2 (Dao, 2023), Algorithms 1 and 2, without its tiles of keys; FlexAttention (arXiv 2412.05496).
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -223,75 +226,79 @@ def _block_scores(query_BGRLD: Tensor, key: Tensor, first_BL: Tensor, scores: Sc
 
 
 class _Tiles:
-    """N: key heads of all rows (B G). R: query heads of a key head. C: queries of a tile. E: keys that they may see."""
+    """A row at a time. G: key heads. R: query heads of a key head. C: queries of a tile. E: keys it meets. M: R C."""
 
     def outputs(self, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scores: Scores) -> Outputs:
-        """Return the result and the scores' log-sums, [N, R, L]."""
-        query_NRLD, key_NLD, value_NLD = _by_key_head(query, key, value)
-        wide_NLD = key_NLD.float()
-        output = query.new_empty(*query.shape[:3], value.shape[3])
-        output_NRLD = output.view(*query_NRLD.shape[:3], -1)
-        log_sum_NRL = torch.empty(query_NRLD.shape[:3], dtype=torch.float32)
-        for rows, keys in _tiles(query.shape[2], scores.window):
-            score_NRCE = _tile_scores(query_NRLD, wide_NLD, first_BL, scores, rows, keys)
-            top_NRC1 = score_NRCE.amax(-1, keepdim=True)
-            score_NRCE.sub_(top_NRC1).exp_()
-            sum_NRC1 = score_NRCE.sum(-1, keepdim=True)
-            log_sum_NRL[:, :, rows] = (top_NRC1 + sum_NRC1.log())[..., 0]
-            share_NME = score_NRCE.div_(sum_NRC1).to(query.dtype).flatten(1, 2)
-            output_NRLD[:, :, rows] = torch.bmm(share_NME, value_NLD[:, keys]).view(*score_NRCE.shape[:3], -1)
-        return output, log_sum_NRL
+        """Return the result, and nothing of the scores: their softmax is as cheap as what their log-sums would save."""
+        batch, heads, length, _ = query.shape
+        query_BGRLD, wide_BGLD, value_BGLE = query.unflatten(1, (key.shape[1], -1)), _wide(key), value.contiguous()
+        output = query.new_empty(batch, length, heads, value.shape[3]).transpose(1, 2)  # as the next layer reads it
+        output_BGRLE = output.unflatten(1, (key.shape[1], -1))
+        for tile in _tiles(first_BL, query.shape):
+            share_GRCE = torch.softmax(_tile_scores(query_BGRLD, wide_BGLD, first_BL, scores, tile), -1)
+            share_GME = share_GRCE.to(query.dtype).flatten(1, 2)
+            product_GMD = torch.bmm(share_GME, value_BGLE[tile.row, :, tile.keys])
+            output_BGRLE[tile.row, :, :, tile.queries] = product_GMD.unflatten(1, share_GRCE.shape[1:3])
+        return output, query.new_empty(0)
 
     def gradients(self, tensors: Sequence[Tensor], first_BL: Tensor, d_output: Tensor, scores: Scores) -> Gradients:
-        query, key, value, output, log_sum_NRL = tensors
-        query_NRLD, key_NLD, value_NLD = _by_key_head(query, key, value)
-        wide_NLD, d_output_NRLD = key_NLD.float(), d_output.reshape(*query_NRLD.shape[:3], -1)
-        pull_NRL1 = (d_output_NRLD.float() * output.view(d_output_NRLD.shape)).sum(-1, keepdim=True)
-        d_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-        d_query_NRLD = d_query.view(query_NRLD.shape)
-        d_key_NLD, d_value_NLD = torch.zeros_like(wide_NLD), torch.zeros_like(value_NLD, dtype=torch.float32)
-        for rows, keys in _tiles(query.shape[2], scores.window):
-            share_NRCE = _tile_scores(query_NRLD, wide_NLD, first_BL, scores, rows, keys)
-            slope = scores.slope(share_NRCE)
-            share_NRCE.sub_(log_sum_NRL[:, :, rows, None]).exp_()
-            d_out_NMD, query_NMD = d_output_NRLD[:, :, rows].flatten(1, 2), query_NRLD[:, :, rows].flatten(1, 2)
-            share_NME = share_NRCE.to(query.dtype).flatten(1, 2)
-            d_value_NLD[:, keys] += torch.bmm(share_NME.transpose(1, 2), d_out_NMD)
-            d_share_NME = torch.bmm(d_out_NMD, value_NLD[:, keys].transpose(1, 2))
-            d_score_NRCE = share_NRCE.mul_(d_share_NME.view(share_NRCE.shape) - pull_NRL1[:, :, rows]).mul_(slope)
-            d_score_NME = d_score_NRCE.to(query.dtype).flatten(1, 2)
-            d_query_NRLD[:, :, rows] = torch.bmm(d_score_NME, key_NLD[:, keys]).view(*share_NRCE.shape[:3], -1)
-            d_key_NLD[:, keys] += torch.bmm(d_score_NME.transpose(1, 2), query_NMD)
-        d_key, d_value = d_key_NLD.view(key.shape).to(key.dtype), d_value_NLD.view(value.shape).to(value.dtype)
-        return d_query, d_key, d_value
+        query, key, value, output, _ = tensors
+        split = (key.shape[1], -1)
+        query_BGRLD, d_output_BGRLE = query.unflatten(1, split), d_output.unflatten(1, split)
+        wide_BGLD, key, value = _wide(key), key.contiguous(), value.contiguous()
+        pull_BGRL1 = (d_output.float() * output).sum(-1, keepdim=True).unflatten(1, split)
+        d_query = torch.empty_like(query)
+        d_query_BGRLD = d_query.unflatten(1, split)
+        d_key, d_value = torch.zeros_like(key, dtype=torch.float32), torch.zeros_like(value, dtype=torch.float32)
+        for tile in _tiles(first_BL, query.shape):
+            row, queries, keys = tile
+            score_GRCE = _tile_scores(query_BGRLD, wide_BGLD, first_BL, scores, tile)
+            slope = scores.slope(score_GRCE)
+            share_GRCE = torch.softmax(score_GRCE, -1)
+            d_out_GME, query_GMD = (of[row, :, :, queries].flatten(1, 2) for of in (d_output_BGRLE, query_BGRLD))
+            share_GME = share_GRCE.to(query.dtype).flatten(1, 2)
+            d_value[row, :, keys] += torch.bmm(share_GME.mT, d_out_GME)
+            d_share_GRCE = torch.bmm(d_out_GME, value[row, :, keys].mT).unflatten(1, share_GRCE.shape[1:3])
+            d_score_GRCE = share_GRCE.mul_(d_share_GRCE - pull_BGRL1[row, :, :, queries]).mul_(slope)
+            d_score_GME = d_score_GRCE.to(query.dtype).flatten(1, 2)
+            d_query_GMD = torch.bmm(d_score_GME, key[row, :, keys])
+            d_query_BGRLD[row, :, :, queries] = d_query_GMD.unflatten(1, share_GRCE.shape[1:3])
+            d_key[row, :, keys] += torch.bmm(d_score_GME.mT, query_GMD)
+        return d_query, d_key.to(key.dtype), d_value.to(value.dtype)
 
 
-def _tiles(length: int, window: int | None) -> list[tuple[slice, slice]]:
-    """Return each tile's queries and keys; documents shorten none: a row's last bit would depend on its batch."""
-    before = length if window is None else window - 1
-    return [(rows, slice(max(0, rows.start - before), rows.stop)) for rows in _slices(length, TILE)]
+class _Tile(NamedTuple):
+    row: int
+    queries: slice
+    keys: slice
 
 
-def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows, heads, length, width = query.shape
-    groups = key.shape[1]
-    together = query.reshape(rows * groups, heads // groups, length, width)
-    return together, key.reshape(-1, length, width), value.reshape(-1, length, value.shape[3])
+def _tiles(first_BL: Tensor, shape: Sequence[int]) -> Iterator[_Tile]:
+    """Yield the tiles of queries [B, H, L, D], each with the keys from the first that its first query sees.
+
+    What a row's tiles are follows from this row alone: so its last bit does not depend on its batch. Keys begin at a
+    tile too: products come in few shapes, of which oneDNN prepares each when it is new.
+    """
+    batch, _, length, _ = shape
+    for row, firsts in enumerate(first_BL[:, ::TILE].expand(batch, -1).tolist()):
+        for first, queries in zip(firsts, _slices(length, TILE), strict=True):
+            yield _Tile(row, queries, slice(first // TILE * TILE, queries.stop))
 
 
-def _tile_scores(
-    query_NRLD: Tensor, wide_NLD: Tensor, first_BL: Tensor, scores: Scores, rows: slice, keys: slice
-) -> Tensor:
-    """Return a tile's masked scores in float32, [N, R, C, E]."""
-    count, heads, _, _ = query_NRLD.shape
-    query_NMD = query_NRLD[:, :, rows].float().flatten(1, 2)
-    score_NME = scores.of(torch.bmm(query_NMD, wide_NLD[:, keys].transpose(1, 2)))
+def _wide(key: Tensor) -> Tensor:
+    return key.float().contiguous()
+
+
+def _tile_scores(query_BGRLD: Tensor, wide_BGLD: Tensor, first_BL: Tensor, scores: Scores, tile: _Tile) -> Tensor:
+    """Return a tile's masked scores in float32, [G, R, C, E]."""
+    row, queries, keys = tile
+    query_GRCD = query_BGRLD[row, :, :, queries].float()
+    score_GME = scores.of(torch.bmm(query_GRCD.flatten(1, 2), wide_BGLD[row, :, keys].mT))
     own_E = torch.arange(keys.start, keys.stop)
-    unseen_BCE = (own_E < first_BL[:, rows, None]) | (own_E > own_E[rows.start - keys.start :, None])
-    mask_BCE = torch.zeros(unseen_BCE.shape).masked_fill_(unseen_BCE, BLOCKED_SCORE)
-    score = score_NME.view(len(first_BL), -1, heads, *mask_BCE.shape[1:])
-    score.add_(mask_BCE[:, None, None])  # for all heads: adding takes half the time of filling
-    return score.view(count, heads, *mask_BCE.shape[1:])
+    first_C1 = first_BL[row % len(first_BL), queries, None]
+    unseen_CE = (own_E < first_C1) | (own_E > own_E[queries.start - keys.start :, None])
+    mask_CE = torch.zeros(unseen_CE.shape).masked_fill_(unseen_CE, BLOCKED_SCORE)
+    return score_GME.unflatten(1, query_GRCD.shape[1:3]).add_(mask_CE)  # adding takes half the time of filling
 
 
 MASK_TILE = 128  # tokens on either side of a tile; rows of other lengths than multiples have no block mask

@@ -249,7 +249,7 @@ class CausalLM:
         return LMHead(linear.weight, self.vocab_size, linear.bias, scale, softcap)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """Return logits [N, vocab_size], in the model's type, or in float32 where they are scaled or capped."""
+        """Return logits [N, vocab_size], in the hidden states' type, or in float32 where they are scaled or capped."""
         lm_head = self.lm_head()
         bias_V = None if lm_head.bias_V is None else lm_head.bias_V[: lm_head.vocab_size]
         return scale_and_cap(upcast_linear(hidden_NH, lm_head.weight_VH[: lm_head.vocab_size], bias_V), lm_head)

@@ -38,6 +38,7 @@ class Runtime(Protocol):
     loss_walk: LossWalk  # the faster of two equal walks through the logits on this device (`losses/fused/op.py`)
     piece_bytes: int | None = None  # of a large result that elementwise work takes at a time, for caches; None: all
     shares_memory: bool = True  # whether several tensors can be parts of one; on XLA each is a value of its own
+    auto_dtype: bool = False  # whether `--dtype auto` was given, so that a run may keep the type that it began with
     shard_base: bool = False  # whether frozen weights are spread over devices: whoever trains forms them on the host
     attention: AttentionForm  # the form of attention that keeps no scores on this device (`layers/attention.py`)
     attention_kernel: Any = None  # what computes "blocked" attention in a kernel of the device's, where it has one

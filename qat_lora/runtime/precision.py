@@ -7,13 +7,16 @@ process, and torch_xla's for a whole graph; so the few products that have to be 
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+_CPUINFO = Path("/proc/cpuinfo")
 _ROUNDING = ("cuda", "xla")  # devices that may round the inputs of a float32 product
 
 
@@ -22,7 +25,10 @@ def with_dtype(options: Any, device: str) -> tuple[Any, str]:
     if options.run.dtype != "auto":
         return options, ""
     why, setting = "", getattr(options, "float32_for", "")
-    if device not in ("tpu", "cuda"):
+    is_fast = device in ("tpu", "cuda")
+    if device == "cpu":
+        is_fast = fast_dtype(torch.device("cpu")) == torch.bfloat16
+    if not is_fast:
         dtype = "float32"
     elif setting:
         dtype, why = "float32", f"--{setting.replace('_', '-')} needs it"
@@ -31,6 +37,24 @@ def with_dtype(options: Any, device: str) -> tuple[Any, str]:
     else:
         dtype = "bfloat16"
     return replace(options, run=replace(options.run, dtype=dtype)), why and f"dtype: {dtype}, because {why}"
+
+
+def fast_dtype(device: torch.device, cpuinfo: Path = _CPUINFO) -> torch.dtype:
+    """Return bfloat16 where hardware multiplies it faster (accelerators, CPUs by flags in /proc), else float32.
+
+    Also float32 where `ONEDNN_MAX_CPU_ISA` keeps torch's library of products from the instructions. Not torch's own
+    question, `mkldnn._is_mkldnn_bf16_supported`: it says yes for AVX-512 alone, which multiplies bfloat16 as float32.
+    """
+    if device.type != "cpu":
+        return torch.bfloat16
+    allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    if allowed and not any(word in allowed for word in ("BF16", "FP16", "AMX", "ALL", "DEFAULT", "AVX10")):
+        return torch.float32
+    try:
+        flags = cpuinfo.read_text(encoding="utf-8")
+    except OSError:
+        return torch.float32
+    return torch.bfloat16 if "avx512_bf16" in flags or "amx_bf16" in flags else torch.float32
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,12 +16,14 @@ from qat_lora.errors import ConfigError, MissingExtraError, ModelError
 from qat_lora.files.gguf_header import GGUF
 from qat_lora.layers.stacked import forget_layers, stack_layers
 from qat_lora.models.hub import HubConfig
-from qat_lora.models.load import FILE_SUFFIXES, CausalLM, load_tokenizer, resolve_model, tokenizer_sha256
+from qat_lora.models.load import DTYPES, FILE_SUFFIXES, CausalLM, load_tokenizer, resolve_model, tokenizer_sha256
 from qat_lora.models.teachers import LlamaCppModel
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.terminal import redact
 from qat_lora.types import Batch
+
+T = TypeVar("T", bound=Any)  # the settings of a command
 
 
 def say(run: RunConfig, line: str) -> None:
@@ -97,6 +99,19 @@ def text_batches(text: TextConfig, tokenizer: Any, length: int, rows: int, batch
     """Return `batches_of` the packed rows of a text; one that is missing or blank is refused here, not at the first."""
     packed = pack_rows(open_documents(text), make_encoder(tokenizer), length)
     return batches_of(itertools.islice(packed, rows or None), length, batch_rows)
+
+
+def keep_dtype(options: T, runtime: Runtime, begun: object) -> T:
+    """Return options with the type that a run began with, `begun`, where `--dtype auto` would choose another here.
+
+    A run that began on a processor with units for bfloat16 goes on in bfloat16 on any other. None: nothing began.
+    """
+    run = options.run
+    forced = run.overwrite or getattr(options, "float32_for", "")
+    if not runtime.auto_dtype or forced or begun not in DTYPES or begun == run.dtype:
+        return options
+    say(run, f"dtype: {begun}, as this run began; it would be {run.dtype} on this device")
+    return replace(options, run=replace(run, dtype=begun))
 
 
 def text_inputs(text: TextConfig) -> list[str | None]:

@@ -10,6 +10,7 @@ import torch
 from qat_lora.errors import TextError
 from qat_lora.evaluate import score as score_module
 from qat_lora.evaluate.score import measure, recovery
+from qat_lora.layers.calibrate.upcast import upcast_linear
 
 VOCABULARY, WIDTH, LENGTH = 37, 6, 9
 
@@ -169,6 +170,25 @@ def test_tokens_that_both_or_only_the_student_rule_out():
     assert kl(-math.inf) == pytest.approx(kl(-500.0), abs=1e-6)
     swapped = score(Cut(1, 0.0), {"s": Cut(2, -math.inf)}, list(batches()), quiet=True)["s"].kl
     assert swapped > 1e30
+
+
+def test_logits_of_bfloat16_models_are_not_rounded():
+    """A float32 twin of a bfloat16 model is no distance from it, though its logits go beyond 20."""
+
+    class Narrow(Table):
+        def __init__(self, dtype):
+            super().__init__(1, spread=5.0)
+            self.dtype = dtype
+
+        def hidden(self, input_ids_BL, document_ids_BL):
+            return torch.from_numpy(self.embed).bfloat16().to(self.dtype)[input_ids_BL]
+
+        def logits(self, hidden_NH):
+            return upcast_linear(hidden_NH, torch.from_numpy(self.output).bfloat16().to(self.dtype), None)
+
+    found = score(Narrow(torch.bfloat16), {"twin": Narrow(torch.float32)}, list(batches()), quiet=True)
+    assert abs(found["twin"].kl) < 1e-6
+    assert found["twin"].nll == pytest.approx(found["teacher"].nll, abs=1e-5)
 
 
 def test_recovery_by_hand():

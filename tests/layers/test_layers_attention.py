@@ -56,6 +56,52 @@ def test_output_and_gradients_are_those_of_the_definition(
         assert float((mine.double() - theirs).norm() / theirs.norm()) < close
 
 
+def packed(borders, dtype, seed=0):
+    """Queries, keys and values of rows whose documents begin at `borders`, and their first positions."""
+    torch.manual_seed(seed)
+    length = 256
+    query = torch.randn(len(borders), length, 6, 8).to(dtype).transpose(1, 2).requires_grad_()
+    key, value = (torch.randn(len(borders), length, 2, 8).to(dtype).transpose(1, 2).requires_grad_() for _ in "kv")
+    first = torch.zeros(len(borders), length, dtype=torch.int32)
+    for row, begins in enumerate(borders):
+        for begin in begins:
+            first[row, begin:] = begin
+    return query, key, value, first
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_row_has_the_same_bits_whatever_batch_it_is_in(dtype, window):
+    """So a resumed build stores the same bytes, also where the other rows have other documents."""
+    borders = [(), (10, 70, 131), (64,), (200, 210)]
+    query, key, value, first = packed(borders, dtype)
+    if window:
+        first = torch.maximum(first, torch.arange(256, dtype=torch.int32) - window + 1)
+    pull = torch.randn(query.shape).to(dtype)
+    output = tiled_attention(query, key, value, first, Scores(0.3, window))
+    whole = output, *torch.autograd.grad(output, (query, key, value), pull)
+    for row in range(len(borders)):
+        one = slice(row, row + 1)
+        alone = [x[one].detach().requires_grad_() for x in (query, key, value)]
+        result = tiled_attention(*alone, first[one], Scores(0.3, window))
+        for mine, other in zip((result, *torch.autograd.grad(result, alone, pull[one])), whole, strict=True):
+            assert torch.equal(mine, other[one])
+
+
+def test_what_lies_before_a_document_is_not_computed(monkeypatch):
+    sizes, product = [], torch.bmm
+
+    def counted(left, right):
+        sizes.append(right.shape[2])
+        return product(left, right)
+
+    query, key, value, first = packed([(), (64, 128, 192)], torch.float32)
+    monkeypatch.setattr(torch, "bmm", counted)
+    with torch.no_grad():
+        tiled_attention(query, key, value, first, Scores(0.3))
+    assert sizes[::2] == [64, 128, 192, 256, 64, 64, 64, 64]  # keys of each tile's scores
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_model_computes_the_same_with_it(monkeypatch, checkpointing):
     calls = []

@@ -1,4 +1,4 @@
-"""The machine: its heap, its fast type, and its name in results."""
+"""The machine: its heap, and its name in results."""
 
 from datetime import date
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qat_lora.runtime.host import machine
-from qat_lora.runtime.host.machine import fast_dtype, large_tensors_apart, made_with
+from qat_lora.runtime.host.machine import large_tensors_apart, made_with
 
 
 def test_the_processor_is_the_one_that_the_system_names(tmp_path):
@@ -19,24 +19,6 @@ def test_the_processor_is_the_one_that_the_system_names(tmp_path):
 
 def test_without_proc_there_is_still_a_machine(tmp_path):
     assert len(made_with(tmp_path / "nothing")["machine"].split(" of ")[1]) > 2
-
-
-@pytest.mark.parametrize(
-    ("device", "flags", "expected"),
-    [
-        ("cpu", "fpu avx2 avx512_bf16", torch.bfloat16),
-        ("cpu", "fpu avx512f amx_bf16", torch.bfloat16),
-        ("cpu", "fpu avx2 avx512f", torch.float32),
-        ("cpu", None, torch.float32),
-        ("cuda", None, torch.bfloat16),
-        ("xla", None, torch.bfloat16),
-    ],
-)
-def test_fast_dtype(device, flags, expected, tmp_path):
-    cpuinfo = tmp_path / "cpuinfo"
-    if flags is not None:
-        cpuinfo.write_text(f"flags : {flags}\n")
-    assert fast_dtype(torch.device(device), cpuinfo) == expected
 
 
 def test_the_c_library_is_as_before_once_tensors_need_not_lie_apart(monkeypatch):

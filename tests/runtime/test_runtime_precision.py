@@ -28,6 +28,43 @@ RECOVERED = RecoverOptions(checkpoint="q", kd_cache_dir="c")
 TRAINED = QatOptions(checkpoint="q", kd_cache_dir="c")
 
 
+@pytest.mark.parametrize(
+    ("device", "flags", "expected"),
+    [
+        ("cpu", "fpu avx2 avx512_bf16", torch.bfloat16),
+        ("cpu", "fpu avx512f amx_bf16", torch.bfloat16),
+        ("cpu", "fpu avx2 avx512f", torch.float32),
+        ("cpu", None, torch.float32),
+        ("cuda", None, torch.bfloat16),
+        ("xla", None, torch.bfloat16),
+    ],
+)
+def test_fast_dtype(device, flags, expected, tmp_path, monkeypatch):
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    cpuinfo = tmp_path / "cpuinfo"
+    if flags is not None:
+        cpuinfo.write_text(f"flags : {flags}\n")
+    assert precision.fast_dtype(torch.device(device), cpuinfo) == expected
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        ("AVX2", torch.float32),
+        ("AVX512_CORE_VNNI", torch.float32),
+        ("AVX512_CORE_BF16", torch.bfloat16),
+        ("avx512_core_amx", torch.bfloat16),
+        ("ALL", torch.bfloat16),
+        ("", torch.bfloat16),
+    ],
+)
+def test_units_that_onednn_may_not_use_are_not_there(allowed, expected, tmp_path, monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", allowed)
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags : fpu avx2 avx512_bf16 amx_bf16\n")
+    assert precision.fast_dtype(torch.device("cpu"), cpuinfo) == expected
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     def found(bfloat16):
@@ -36,6 +73,26 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
 
     return found
+
+
+@pytest.fixture
+def processor(monkeypatch):
+    """Units for bfloat16, or none."""
+
+    def of(dtype):
+        monkeypatch.setattr(precision, "fast_dtype", lambda device: dtype)
+
+    return of
+
+
+def test_auto_is_bfloat16_on_a_processor_with_units_for_it(processor):
+    processor(torch.bfloat16)
+    assert precision.with_dtype(SCORED, "cpu")[0].run.dtype == "bfloat16"
+    for device in ("mps", "xla"):
+        assert precision.with_dtype(SCORED, device)[0].run.dtype == "float32"
+    kept = RecoverOptions(checkpoint="q", kd_cache_dir="c", train_norms=True)
+    chosen, note = precision.with_dtype(kept, "cpu")
+    assert chosen.run.dtype == "float32" and note == "dtype: float32, because --train-norms needs it"
 
 
 @pytest.mark.parametrize(

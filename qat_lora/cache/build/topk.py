@@ -22,7 +22,7 @@ from qat_lora.data.packing import PackedRow
 from qat_lora.runtime.xla.runtime import is_xla_device
 from qat_lora.types import temperature_key
 
-_RANKED = 16  # entries for each one wanted up to which ranking all of them is quicker than dividing them up
+_RANKED = 24  # entries for each one wanted up to which ranking all of them is quicker than dividing them up
 Uniforms = Mapping[str, Tensor]  # random numbers [N, D, 2] for `tail_draw_ids` and `draw_ids`, where they are drawn
 
 
@@ -32,17 +32,23 @@ def top_k_entries(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     The vocabulary is divided into groups; the K largest are all in the K groups with the largest maxima. Not on XLA:
     there groups are gathered one scalar at a time, 4,000 a position, and a TPU's compiler has a ranking of its own.
     """
+    return _largest(logits_NV, k, in_order=True)
+
+
+def _largest(logits_NV: Tensor, k: int, in_order: bool) -> tuple[Tensor, Tensor]:
+    """Return the k largest entries, `in_order` or not: the groups of the largest need none."""
     count, vocab = logits_NV.shape
     if vocab < _RANKED * k or is_xla_device(logits_NV):
-        return torch.topk(logits_NV, k, dim=-1, sorted=True)
-    size = math.isqrt(vocab // k)
+        return torch.topk(logits_NV, k, dim=-1, sorted=in_order)
+    size = math.isqrt(vocab // (2 * k))
     groups = vocab // size
     # Group g holds the entries g, g + groups, ...: so its largest is found by whole vectors.
-    chosen_NK = top_k_entries(logits_NV[:, : size * groups].unflatten(1, (size, groups)).amax(1), k)[1]
+    maxima_NG = logits_NV[:, : size * groups].unflatten(1, (size, groups)).amax(1)
+    chosen_NK = _largest(maxima_NG, k, in_order=False)[1]
     steps_S1 = groups * torch.arange(size, device=logits_NV.device)[:, None]
     rest = torch.arange(size * groups, vocab, device=logits_NV.device).expand(count, -1)
     indices = torch.cat([(chosen_NK[:, None] + steps_S1).flatten(1), rest], 1)
-    values, places = top_k_entries(logits_NV.gather(1, indices), k)
+    values, places = _largest(logits_NV.gather(1, indices), k, in_order)
     return values, indices.gather(1, places)
 
 
@@ -88,9 +94,10 @@ def _piece(
         # its rounding leaves out of one, the sum puts back.
         softened_NV = tail_NV if temperature == 1.0 else tail_NV / temperature
         weights_NV = torch.softmax(softened_NV, dim=-1, out=weights_NV)
+        masses_NG = block_masses(weights_NV)
         if temperature == 1.0 and "tail_draw_ids" in uniforms:
-            arrays["tail_draw_ids"] = draw_weighted(weights_NV, uniforms["tail_draw_ids"])
-        log_sum_N = (weights_NV.sum(-1) / weights_NV.gather(-1, indices[:, -1:])[:, 0]).log()
+            arrays["tail_draw_ids"] = _draw(weights_NV, masses_NG, uniforms["tail_draw_ids"])
+        log_sum_N = (masses_NG.sum(-1) / weights_NV.gather(-1, indices[:, -1:])[:, 0]).log()
         log_tail_N = (largest_N1 - topk_NK[:, :1])[:, 0] / temperature + log_sum_N
         log_tail_N = torch.where(largest_N1[:, 0] == -torch.inf, -torch.inf, log_tail_N)
         # Not logaddexp, whose last bit depends on the place in the vector: a resumed build must give the same bytes.
@@ -113,13 +120,32 @@ def draw_weighted(weights_NV: Tensor, uniforms_ND2: Tensor) -> Tensor:
     token of it. One float32 cumulative sum over 151,936 tokens errs by 1e-4 of the whole, and one 24-bit number cannot
     tell apart tokens below 6e-8; sums of 390 numbers are exact to 1e-6. Gumbel noise would need V numbers a draw.
     """
+    return _draw(weights_NV, block_masses(weights_NV), uniforms_ND2)
+
+
+def block_masses(weights_NV: Tensor) -> Tensor:
+    """Return the sums of weights in blocks of about √V tokens, [N, G]."""
+    blocks_NGS, rest_NS = _blocks(weights_NV)
+    masses_NG = blocks_NGS.sum(-1)
+    return torch.cat([masses_NG, rest_NS.sum(-1, keepdim=True)], 1) if rest_NS.shape[1] else masses_NG
+
+
+def _blocks(weights_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the whole blocks, [N, G, S], and what is left of the vocabulary behind them: views, no copies."""
     vocab_size = weights_NV.shape[-1]
     width = math.isqrt(vocab_size - 1) + 1 if vocab_size > 1 else 1
-    weights_NV = torch.nn.functional.pad(weights_NV, (0, -vocab_size % width))
-    blocks_NGS = weights_NV.reshape(len(weights_NV), -1, width)
-    masses_NG = blocks_NGS.sum(-1)
+    whole = vocab_size // width * width
+    return weights_NV[:, :whole].unflatten(1, (-1, width)), weights_NV[:, whole:]
+
+
+def _draw(weights_NV: Tensor, masses_NG: Tensor, uniforms_ND2: Tensor) -> Tensor:
+    blocks_NGS, rest_NS = _blocks(weights_NV)
+    count, width = blocks_NGS.shape[1:]
     block_ND = _invert(masses_NG.cumsum(-1)[:, None], uniforms_ND2[..., 0])
-    chosen_NDS = blocks_NGS.gather(1, block_ND[..., None].expand(-1, -1, width))
+    chosen_NDS = blocks_NGS.gather(1, block_ND.clamp(max=count - 1)[..., None].expand(-1, -1, width))
+    if rest_NS.shape[1]:
+        last_N1S = torch.nn.functional.pad(rest_NS, (0, width - rest_NS.shape[1]))[:, None]
+        chosen_NDS = torch.where(block_ND[..., None] == count, last_N1S, chosen_NDS)
     drawn_ND = block_ND * width + _invert(chosen_NDS.cumsum(-1), uniforms_ND2[..., 1])
     return torch.where(masses_NG.sum(-1, keepdim=True) > 0, drawn_ND, 0).to(torch.int32)
 

@@ -1,4 +1,4 @@
-"""The machine: memory of this process, the floating type it is fast at, and its name, without which no figures compare.
+"""The machine: memory of this process, and its name, without which no figures compare.
 
 `peak_memory_bytes` asks the device, or on a host the system, whose figure includes whatever an allocator kept.
 `LiveBytes` counts tensors at torch's dispatcher, on any device; buffers inside one kernel are not seen.
@@ -116,17 +116,6 @@ def large_tensors_apart(least_mb: int = 2) -> Iterator[None]:
     finally:  # the values that glibc arrives at by itself once a program has freed large tensors
         mallopt(MMAP_THRESHOLD, 32 << 20)
         mallopt(TRIM_THRESHOLD, 64 << 20)
-
-
-def fast_dtype(device: torch.device, cpuinfo: Path = CPUINFO) -> torch.dtype:
-    """Return bfloat16 where hardware multiplies it faster (accelerators, CPUs by flags in /proc), else float32."""
-    if device.type != "cpu":
-        return torch.bfloat16
-    try:
-        flags = cpuinfo.read_text(encoding="utf-8")
-    except OSError:
-        return torch.float32
-    return torch.bfloat16 if "avx512_bf16" in flags or "amx_bf16" in flags else torch.float32
 
 
 def made_with(cpuinfo: Path = CPUINFO) -> dict[str, str]:

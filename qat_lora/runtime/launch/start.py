@@ -81,6 +81,7 @@ def start(plan: LaunchPlan, work: Callable[[], Any], start_method: Literal["spaw
 def work_here(command: Command, options: Any, device: DeviceChoice) -> Any:
     """Run a command, or show its plan, on the device of this process, quietly unless this is the main one."""
     runtime = select.make_runtime(device, options.run.chips)
+    runtime.auto_dtype = options.run.dtype == "auto"
     is_plan = _needs_shapes_alone(command, options)
 
     def main() -> Any:
