@@ -122,7 +122,8 @@ def _reconstruct(plan: TrainingRun, options: QatOptions, student: CausalLM, full
         if work.parts:
             say(options.run, f"block by block: goes on after {work.parts} layers, which an interrupted run finished")
         how = weights_and_scales, rates, blockwise.blockwise_steps, zeros_in(out), runtime, work, quiet
-        batches = [*cached_calibration_rows(plan.data.rows, options.calibration_rows, options.run.seed)]
+        rows = options.rows_of(plan.data.rows.manifest.fingerprint.length)
+        batches = [*cached_calibration_rows(plan.data.rows, rows, options.run.seed)]
         shares = reconstruct(student, full, batches, BlockTraining(*how))
     tensors = stored_tensors(student.module)
     with atomic_dir(out / "blockwise") as draft:

@@ -14,8 +14,8 @@ from qat_lora.export.gguf_model import architecture
 from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import moved_into
-from qat_lora.layers.calibrate.fisher import Sensitivity, drawn_in_pieces, sensitivities, zeros_in
-from qat_lora.layers.calibrate.fit import FitSettings
+from qat_lora.layers.calibrate.fisher import drawn_in_pieces, sensitivities, zeros_in
+from qat_lora.layers.calibrate.fit import EFFORTS, FitSettings
 from qat_lora.layers.calibrate.quantize import FEWEST_TOKENS, Kept, LayerFitter, Work, quantize_layers, second_moments
 from qat_lora.layers.calibrate.sequential import quantize_sequential
 from qat_lora.layers.calibrate.upcast import upcast
@@ -50,7 +50,8 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         raise ConfigError(f"init: {options.init} needs calibration text; give --dataset, --kd-cache-dir or --init mse")
     model = load_model(str(options.model), options.hub, "stored")
     dtype = model.module.dtype  # of its files: what is not quantised leaves in it
-    upcast(model.module)
+    if not computes_in_bfloat16(options, dtype):
+        upcast(model.module)
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
     targets = check_reach(model.module, chosen)
@@ -82,7 +83,8 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             rows = None if batches is None else list(runtime.feed(batches))
             costs = None
             if rows is not None and options.metric == "fisher" and options.init in NEED_TEXT:
-                costs = _sensitivities(options, model, targets, rows, out, work)
+                some = _first_batches(rows, EFFORTS[options.effort].fisher_tokens)
+                costs = _sensitivities(options, model, targets, some, out, work)
             joint, facts = options.rank_of_codes, dict[str, Any]()
             if found is not None:
                 assert rows is not None and costs is not None  # `choices` saw to that
@@ -90,7 +92,8 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
                 chosen, facts = allocated(options, found, measured)
                 targets, joint = check_reach(model.module, chosen), options.start_rank if joint else 0
             share, reach = reach_of(model.module, chosen, targets)
-            fits = FitSettings(options.init, options.start_rank, joint, solver_device)
+            effort = EFFORTS[options.effort]
+            fits = FitSettings(options.init, options.start_rank, joint, solver_device, effort)
             bar = tqdm(total=len(targets), desc=f"quantise {label} ({options.init})", unit="layer", disable=run.quiet)
             with bar:
                 fitter = LayerFitter(model.module, targets, fits, costs, work, bar, facts.get("adapter_ranks", {}))
@@ -127,6 +130,14 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     return out
 
 
+def computes_in_bfloat16(options: QuantizeOptions, stored: torch.dtype) -> bool:
+    """Return whether the model runs on calibration text in bfloat16: if it is stored so and the device multiplies it.
+
+    Sums and solvers are float32 in any case, and a model that is stored in another type runs in float32.
+    """
+    return options.run.dtype == "bfloat16" and stored == torch.bfloat16
+
+
 def _fit(options: QuantizeOptions, model: CausalLM, fitter: LayerFitter, batches: list[Batch] | None) -> Starts:
     """Quantise the model in place, by the batches where there are any; return the adapter starts."""
 
@@ -138,12 +149,22 @@ def _fit(options: QuantizeOptions, model: CausalLM, fitter: LayerFitter, batches
         return quantize_layers(fitter)
     if options.calibrate_on == "student" and options.init in NEED_TEXT:
         return quantize_sequential(fitter, batches, forward)
-    return quantize_layers(fitter, second_moments(model.module, fitter.targets, batches, forward, fitter.costs))
+    return quantize_layers(fitter, second_moments(model.module, fitter.targets, batches, forward))
+
+
+def _first_batches(batches: list[Batch], tokens: int) -> list[Batch]:
+    """Return as many batches as hold so many tokens; all where they hold fewer."""
+    held = 0
+    for count, batch in enumerate(batches, 1):
+        held += batch["input_ids"].numel()
+        if held >= tokens:
+            return batches[:count]
+    return batches
 
 
 def _sensitivities(
     options: QuantizeOptions, model: CausalLM, targets: Iterable[str], batches: list[Batch], out: Path, work: Work
-) -> dict[str, Sensitivity]:
+) -> dict[str, torch.Tensor]:
     """Return what an error costs at the output of every layer; kept for a run that goes on, because it takes long."""
     names = [name for name in targets if not LM_HEAD.search(name)]
     draws = torch.Generator().manual_seed(options.run.seed)
@@ -159,18 +180,7 @@ def _sensitivities(
     pieces = kept()
     if len(pieces) < len(names):
         found = sensitivities(model.module, names, batches, log_likelihood, options.run.quiet, zeros_in(out))
-        for name in names:
-            cost = found.pop(name)  # its place on the disk is free before the next one is written
-            tokens = {f"tokens.{i}": tokens for i, tokens in enumerate(cost.tokens)}
-            tokens |= {f"which.{i}": seen for i, seen in enumerate(cost.which) if seen is not None}
-            work.keep(f"sensitivity-{name}", {"outputs": cost.outputs_OO, **tokens}, {})
+        for name in names:  # a matrix's place on the disk is free before the next one is written
+            work.keep(f"sensitivity-{name}", {"outputs": found.pop(name)}, {})
         pieces = kept()
-    device = batches[0]["input_ids"].device
-
-    def of_batches(parts: dict[str, torch.Tensor], what: str) -> list[Any]:
-        return [parts[key].to(device) if (key := f"{what}.{i}") in parts else None for i in range(len(batches))]
-
-    return {
-        name: Sensitivity(parts["outputs"], of_batches(parts, "tokens"), of_batches(parts, "which"))
-        for name, (parts, _) in zip(names, pieces, strict=True)
-    }
+    return {name: tensors["outputs"] for name, (tensors, _) in zip(names, pieces, strict=True)}

@@ -25,7 +25,6 @@ from tqdm.auto import tqdm
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.score import measure
 from qat_lora.export.forms import adapter_bytes, formats, layer_bytes, other_bytes
-from qat_lora.layers.calibrate.fisher import Sensitivity
 from qat_lora.layers.calibrate.fit import Metric
 from qat_lora.layers.calibrate.quantize import Work, second_moments
 from qat_lora.layers.calibrate.sequential import by_block, capture_calls, run_block
@@ -99,7 +98,7 @@ def measured_costs(
     model: CausalLM,
     found: Choices,
     batches: Sequence[Batch],
-    sensitivity: Mapping[str, Sensitivity],
+    sensitivity: Mapping[str, Tensor],
     runtime: Runtime,
     work: Work,
 ) -> np.ndarray:
@@ -107,7 +106,7 @@ def measured_costs(
     most = {name: rank for names, _, rank in found.points for name in names}  # the last is the highest
     few, costs = batches[: -(-HEAD_ROWS // len(batches[0]["input_ids"]))], dict[str, Tensor]()
     ids, places = ("input_ids", "document_ids"), by_block(most) if options.calibrate_on == "student" else ({}, [*most])
-    moments = _moments(model.module, *places, batches, lambda x: model.hidden(*map(x.get, ids)), sensitivity)
+    moments = _moments(model.module, *places, batches, lambda x: model.hidden(*map(x.get, ids)))
     for name, moment in tqdm(moments, "formats and ranks", len(most), unit="layer", disable=options.run.quiet):
         kept = work.take(f"allocation-{name}")
         costs[name] = torch.empty(0) if kept is None else kept[0]["costs"]
@@ -115,7 +114,7 @@ def measured_costs(
         for spec in dict.fromkeys(spec for names, spec, _ in found.points if name in names and kept is None):
             codes = quantize_weight(linear.weight, spec, "gptq", curvature)
             if name in sensitivity:
-                metric = Metric.of(linear.weight, moment, sensitivity[name].outputs_OO.to(linear.weight.device))
+                metric = Metric.of(linear.weight, moment, sensitivity[name].to(linear.weight.device))
                 error = linear.weight.float() - codes.dense(spec)
                 cost = metric.costs(error, most[name]).cpu() / 2
                 if shares is None and options.rank_of_codes:
@@ -131,7 +130,7 @@ def measured_costs(
 
 
 def _moments(
-    module: nn.Module, blocks: Mapping[str, list[str]], outside: list[str], batches: Any, forward: Any, costs: Any
+    module: nn.Module, blocks: Mapping[str, list[str]], outside: list[str], batches: Any, forward: Any
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the second moments of layers' inputs, block by block: together they would take more than the model."""
     stack = [module.get_submodule(name) for name in blocks]
@@ -139,9 +138,9 @@ def _moments(
     for block, of_block, layers in zip(stack, calls, blocks.values(), strict=True):
         inputs, states = list(zip(states, of_block, strict=True)), []
         through = partial(lambda run, put, given: put(run(*given)), partial(run_block, block), states.append)
-        yield from second_moments(module, layers, inputs, through, costs).items()
+        yield from second_moments(module, layers, inputs, through).items()
     if outside:
-        yield from second_moments(module, outside, batches, forward, costs).items()
+        yield from second_moments(module, outside, batches, forward).items()
 
 
 def _shares(weight_OI: Tensor, spec: QuantSpec, curvature: Curvature, metric: Metric, error_OI: Tensor) -> Tensor:

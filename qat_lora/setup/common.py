@@ -129,10 +129,12 @@ def cached_calibration_rows(dataset: KDCacheDataset, rows: int, seed: int) -> It
 
 def calibration(options: QuantizeOptions, model: CausalLM) -> tuple[Iterator[Batch], str]:
     """Return the rows to calibrate on, and what their text is, wherever it lies."""
-    rows, length = options.calibration_rows, options.calibration_length
+    length = options.calibration_length
+    rows = options.rows_of(length)
     if options.kd_cache_dir is not None:
         dataset = KDCacheDataset(options.kd_cache_dir)
         check_fits(dataset, model)
+        rows = options.rows_of(dataset.manifest.fingerprint.length)
         return cached_calibration_rows(dataset, rows, options.run.seed), dataset.manifest.fingerprint.sha256
     fits_positions(model, length)
     encode = make_encoder(load_tokenizer(model.tokenizer_folder, options.hub.trust_remote_code))

@@ -64,7 +64,7 @@ def test_passes_over_calibration_text_are_those_that_are_counted(made, tiny, tmp
     with FlopCounterMode(display=False) as counter:
         call("quantize", options)
     read = [layer.in_features for _, layer in linear_layers(load_model(str(tiny.teacher)).module)]
-    moments = options.calibration_rows * 32 * sum(4 * n * n for n in read)
+    moments = options.rows_of(32) * 32 * sum(4 * n * n for n in read)
     # Forwards (a backward pass is two and a half), products, layers, tokens, width, tokens.
     scores = 12.5 * 2 * 2 * 32 * 64 * 32 * options.calibration_rows
     planned = plan["calibration_operations"] + plan["operations"] + scores
