@@ -81,11 +81,13 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
         return cost._asdict()
     if run.overwrite and isinstance(place, LocalFolder):
         outputs.refuse_inputs(place.path, [options.teacher, folder, *text_inputs(text)], place.names())
+    overwrite = run.overwrite
     while True:
         try:
             with CacheWriter(
-                out, fingerprint, options.shard_rows, overwrite=run.overwrite, partition=part, lm_head=lm_head
+                out, fingerprint, options.shard_rows, overwrite=overwrite, partition=part, lm_head=lm_head
             ) as writer:
+                overwrite = False  # once: what is there from now on is of this build
                 done = writer.resume_state()
                 if done.finished:
                     say(run, f"{out} is complete already")

@@ -3,14 +3,17 @@
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from toy_pipeline import cache_options, call, quantize_options, recover_options
 
+from qat_lora.cache.build.builder import run_batch
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.store import read_manifest
-from qat_lora.errors import CacheError, ConfigError
+from qat_lora.commands import cache
+from qat_lora.errors import CacheError, ConfigError, OvertakenError
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.models.load import load_model
 
@@ -56,6 +59,24 @@ def test_rows_that_the_tokenizer_needs_or_the_head_lacks_are_refused(tiny, padde
     with pytest.raises(ConfigError, match=rf"vocab_size: {rows} is not allowed; .* take 320, .* has 328 rows"):
         call("build_cache", cache_options(tiny, tmp_path / "cache", teacher=str(padded), vocab_size=rows))
     assert not (tmp_path / "cache").exists()
+
+
+def test_overtaken_it_does_not_overwrite_again(tiny, tmp_path, monkeypatch):
+    """What is there when it goes on is of this build, its own and the other start's."""
+    real, rows = cache.build_kd_cache, []
+
+    def build(teacher, packed, writer, settings, **how):
+        rows.append(writer.resume_state().rows)
+        if len(rows) > 1:
+            return real(teacher, packed, writer, settings, **how)
+        arrays = run_batch(teacher, [next(packed)], writer.fingerprint, settings._replace(batch_rows=1))
+        writer.append(arrays, [None])
+        raise OvertakenError("another start was faster")
+
+    monkeypatch.setattr(cache, "build_kd_cache", build)
+    options = cache_options(tiny, tmp_path / "c", num_rows=4, eval_rows=0, shard_rows=1)
+    call("build_cache", replace(options, run=replace(options.run, overwrite=True)))
+    assert rows == [0, 1] and len(KDCacheDataset(tmp_path / "c")) == 4
 
 
 def test_draws_from_the_tail_are_kept_unless_they_are_declined(tiny, tmp_path):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from qat_lora.errors import CacheError
 from qat_lora.types import temperature_key
 
 VALUE_DTYPES = ("float16", "uint8")  # how the logits of top-K entries may be stored
@@ -158,9 +159,10 @@ def default_shard_rows(table: Sequence[ArraySpec]) -> int:
 
 
 def shard_name(split: str, index: int) -> str:
-    """Return `s-000123` (train) or `e-000123` (eval): the shard's file name without its ending."""
+    """Return `s-000123` (train) or `e-000123` (eval): a shard's file name without its ending; CacheError: too high."""
     if not 0 <= index <= 999_999:
-        raise ValueError(f"shard number {index}: a series holds at most 1,000,000 shards; use larger shards")
+        what = f"shard number {index:,}: a split holds at most 1,000,000 shards, those of all builders together"
+        raise CacheError(f"{what}; build the cache again with a larger --shard-rows")
     return f"{SERIES[split]}-{index:06d}"
 
 
