@@ -1,11 +1,13 @@
 """A toy student, toy rows and a run over them, small enough to train a hundred times in a test."""
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import nn
 
+from qat_lora.files import folders as files
 from qat_lora.files.folders import atomic_dir
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.launch.select import select_runtime
@@ -106,12 +108,23 @@ def evaluation(toy):
     return float(value)
 
 
+@contextlib.contextmanager
+def held(out):
+    """Hold a folder as a command holds its run's; everything in it is the run's."""
+    out.mkdir(parents=True, exist_ok=True)
+    there = {path.relative_to(out).as_posix() for path in files.tree(out)} - {files.LIST}
+    files.begin_list(out, "recover", there | files.listed(out)[1])
+    try:
+        yield
+    finally:
+        files.release(out)
+
+
 def run(out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective=None, optim=OPTIM, **changed):
     """Train a fresh toy under `out`, or go on there; return (result, toy)."""
     runtime = select_runtime("cpu")
     torch.manual_seed(11)
     toy = toy or Toy(dropout=0.3)
-    out.mkdir(exist_ok=True)
 
     def export(name):
         with atomic_dir(out / name) as draft:
@@ -131,4 +144,5 @@ def run(out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective
             RunSettings(out, 5, settings, quiet=True),
         )
 
-    return runtime.launch(main), toy
+    with held(out):
+        return runtime.launch(main), toy
