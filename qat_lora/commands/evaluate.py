@@ -53,7 +53,8 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     out = Path(run.out or "runs/eval")
     students = _open_students(options, tokenizer, teacher.folder)
     main = options.text
-    first = "" if main.dataset is None else Path(main.dataset).name or main.dataset
+    shown = redact(main.dataset or "")
+    first = Path(shown).name or shown
     domains = _named(options.domain, "domain", first)
     texts = {first: main} if main.dataset else {}
     texts |= {name: replace(main, dataset=path, files_from=None) for name, path in domains.items()}
