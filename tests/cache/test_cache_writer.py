@@ -209,6 +209,8 @@ def test_a_finished_cache_takes_no_more(tmp_path, fingerprint, random_rows, writ
     fp = fingerprint()
     rows = random_rows(fp, 4)
     write_cache(tmp_path, fp, rows)
+    stranger = tmp_path / "s-000009.safetensors"
+    stranger.write_bytes((tmp_path / "s-000000.safetensors").read_bytes())
     before = _files(tmp_path)
     with CacheWriter(tmp_path, fp) as writer:
         assert writer.resume_state() == (4, {"row": 4}, 0, True)

@@ -363,7 +363,7 @@ class CacheWriter:
                 continue
             if match[2] is None or match[2] in may_be_left:
                 leftovers.append(file)
-            else:
+            elif not self.finished:  # there a shard that the manifest does not list is no part of the cache
                 committed.append(match[2])
         if committed:
             more = f" (nor have {len(committed) - 1:,} more shards)" if len(committed) > 1 else ""
