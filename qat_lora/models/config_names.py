@@ -12,20 +12,17 @@ BASE, SHARE = "rope_theta", "partial_rotary_factor"
 GPT_NEOX = {BASE: "rotary_emb_base", SHARE: "rotary_pct"}
 RENAMED = {"gpt_neox": GPT_NEOX, "gpt_neox_japanese": GPT_NEOX}
 """Families that had older names of their own."""
-TYPED = ("linear", "dynamic", "yarn", "longrope")
-"""Kinds of scaling older than the key `rope_type`: some engines look for these under `type` alone."""
 
 
 def with_older_names(config: dict[str, Any], positions: bool = True) -> dict[str, Any]:
     """Return the settings of a config.json with older names beside those of transformers 5.
 
-    Its parts (`text_config`, `vision_config`) get them too. With `positions` False, the settings
-    of rotary positions are left as they are.
+    A `text_config` in it gets them too. With `positions` False, the settings of rotary positions
+    are left as they are.
     """
     named = dict(config)
-    for name, part in config.items():
-        if isinstance(part, dict) and name.endswith("_config") and name != "quantization_config":
-            named[name] = with_older_names(part, positions)
+    if isinstance(config.get("text_config"), dict):
+        named["text_config"] = with_older_names(config["text_config"], positions)
     dtype = config.get("dtype") or config.get("torch_dtype")
     if isinstance(dtype, str):
         named["dtype"] = dtype
@@ -62,15 +59,17 @@ def _older_positions(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _older_scaling(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what `rope_scaling` says of scaled positions, None where they are not scaled."""
+    """Return what `rope_scaling` says of scaled positions, None where they are not scaled.
+
+    A `type` that came with the model stays. None is added but Phi 3's: transformers 5 would keep
+    it as one more setting.
+    """
     scaling = {name: value for name, value in rope.items() if name not in (BASE, SHARE)}
     kind = scaling.get("rope_type", "default")
     if kind == "default" and not scaling.keys() - {"rope_type", "type"}:
         return None
-    if kind in TYPED:
-        scaling["type"] = kind
     if kind == "longrope" and "original_max_position_embeddings" in config:
         # Phi 3: transformers 4 takes `type`, `short_factor` and `long_factor`, and refuses others.
-        del scaling["rope_type"]
+        scaling["type"] = scaling.pop("rope_type")
         scaling.pop("original_max_position_embeddings", None)
     return scaling

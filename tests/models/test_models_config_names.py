@@ -3,10 +3,11 @@
 from qat_lora.models.config_names import with_older_names, without_type
 
 
-def test_parts_have_theirs_and_what_is_no_config_is_left_alone():
+def test_the_text_part_has_its_own_and_other_parts_are_left_alone():
     text = {"dtype": "bfloat16", "rope_parameters": {"rope_type": "default", "rope_theta": 123456.0}}
     codes = {"dtype": "int8", "rope_parameters": {"rope_theta": 1.0}}
-    given = {"torch_dtype": "float16", "text_config": text, "quantization_config": codes, "vocab_size": 8}
+    given = {"torch_dtype": "float16", "text_config": text, "quantization_config": codes}
+    given |= {"vision_config": dict(text), "vocab_size": 8}
     found = with_older_names(given)
     older = {"torch_dtype": "bfloat16", "rope_theta": 123456.0, "rope_scaling": None}
     assert found == given | {"dtype": "float16", "text_config": text | older}
