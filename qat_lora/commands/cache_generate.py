@@ -27,6 +27,7 @@ from qat_lora.files import outputs
 from qat_lora.files.folders import write_text
 from qat_lora.generate.sample import chat_prompt, plain_prompt
 from qat_lora.layers.attention import keeps_state
+from qat_lora.models.end_tokens import end_ids
 from qat_lora.models.kv_cache import begin, step
 from qat_lora.models.load import CausalLM, load_tokenizer
 from qat_lora.models.student import open_student
@@ -48,13 +49,13 @@ def generate_cache(options: CacheGenerateOptions, runtime: Runtime) -> Any:
 def _write_texts(options: CacheGenerateOptions, runtime: Runtime, out: Path) -> None:
     write, run = options.write, options.run
     student = open_student(str(write.writer or options.teacher), options.hub, run.dtype)
-    model, generation = student.model, getattr(student.model.module, "generation_config", None)
+    model = student.model
     tokenizer = load_tokenizer(model.tokenizer_folder, options.hub.trust_remote_code)
     model = model.with_vocabulary(min(model.vocab_size, max(tokenizer.get_vocab().values()) + 1))
     fits_positions(model, options.length)
     if keeps_state(model.config):
         raise ConfigError("writer: its layers carry a state, which padding would enter; take one with attention alone")
-    ends = {tokenizer.eos_token_id, *np.ravel(getattr(generation, "eos_token_id", [])).tolist()} - {None}
+    ends = end_ids(model, tokenizer)
     prompts, not_in = _prompts(options, tokenizer), [TextConfig(dataset=path) for path in write.not_in]
     texts_not_in = (make_encoder(tokenizer)(document) for text in not_in for document in open_documents(text))
     known = run_hashes(np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in text)]) for text in texts_not_in)

@@ -1,7 +1,7 @@
 """The command that scores students against their teacher."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -25,6 +25,7 @@ from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import write_text
 from qat_lora.files.gguf_header import ADAPTER, GGUF
 from qat_lora.layers.calibrate.upcast import upcast
+from qat_lora.models.end_tokens import end_ids
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, tokenizer_sha256
 from qat_lora.models.student import Student, open_student, stored_sizes
 from qat_lora.options import EvalOptions
@@ -96,7 +97,8 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
             for name, source in sources.items():
                 report["texts"][name]["source"] = json.loads(source)
             if prompts is not None:
-                report |= _generate(models, prompts, tokenizer.eos_token_id, decode, options, runtime)
+                ends = end_ids(teacher, tokenizer)
+                report |= _generate(models, prompts, ends, decode, options, runtime)
             tasks: dict[str, Any] = {}
             for name, model in models.items() if manager else ():
                 say(run, f"{name}: {', '.join(options.harness.tasks)}")
@@ -188,13 +190,13 @@ def _figures(tallies: dict[str, Tally], drawn: dict[str, Any]) -> dict[str, dict
 
 
 def _generate(
-    models: dict[str, CausalLM], prompts: Any, eos_id: int | None, decode: Any, options: EvalOptions, runtime: Runtime
+    models: dict[str, CausalLM], prompts: Any, ends: Set[int], decode: Any, options: EvalOptions, runtime: Runtime
 ) -> dict[str, dict[str, Any]]:
     found, samples, new = {}, {}, options.health.generate_tokens
     for name, model in models.items():
         say(options.run, f"{name}: {len(prompts)} continuations of {new} tokens")
         ids = continue_greedily(model, prompts, new, runtime, options.run.quiet)
-        found[name] = health(ids.tolist(), eos_id)
+        found[name] = health(ids.tolist(), ends)
         pairs_of_ids = zip(prompts[:SAMPLES], ids[:SAMPLES].tolist(), strict=True)
         samples[name] = [decode([*prompt, *new_ids]) for prompt, new_ids in pairs_of_ids]
     return {"generation": found, "samples": samples}

@@ -28,7 +28,7 @@ from qat_lora.layers.convert import lora_layers, merge, quant_layers
 from qat_lora.layers.experts import has_split_experts, join_experts, siblings_of
 from qat_lora.models.adapter import CONFIG, SCALE, WEIGHTS, read_adapter
 from qat_lora.models.copies import GENERATION, copy_files, copy_tokenizer
-from qat_lora.models.load import DTYPES, cast, save_model
+from qat_lora.models.load import DTYPES, add_older_names, cast, save_model
 from qat_lora.models.multimodal import add_rest
 
 BASE = "base"
@@ -77,9 +77,10 @@ def save_pair(adapter: Path, base: Path, out: Path) -> None:
     (out / BASE).mkdir(parents=True)
     copy_files(base, out / BASE, "model*.safetensors", "model*.index.json", GENERATION, *TOKENIZER)
     save_json(_without_paths(read_object(base / "config.json")), out / BASE / "config.json")
-    seal(out / BASE)
     if info.base_sha256 not in (None, checkpoint_sha256(out / BASE)):
         raise ModelError(f"adapter: {adapter} belongs to another base than {base}, which changed meanwhile")
+    add_older_names(out / BASE)
+    seal(out / BASE)
     save_adapter_copy(adapter, out, BASE, checkpoint_sha256(out / BASE))
     copy_tokenizer(base, out)
     seal(out)
@@ -130,5 +131,7 @@ def plan_state(job: ExportJob) -> ExportPlan:
         for layer in lora_layers(module).values():  # all have one
             setattr(module.config, SCALE, layer.scaling)
         module.config.save_pretrained(out)
+        add_older_names(out)
+        copy_files(job.student.model.folder, out, GENERATION)
 
     return ExportPlan(write)

@@ -39,8 +39,8 @@ def model(lively):
     return load_model(str(lively))
 
 
-def continue_ids(model, prompt, new, eos_id=None, **settings):
-    return list(until_end(stream_ids(model, prompt, new, device=CPU, **settings), eos_id))
+def continue_ids(model, prompt, new, ends=frozenset(), **settings):
+    return list(until_end(stream_ids(model, prompt, new, device=CPU, **settings), ends))
 
 
 def plain_argmax(folder, prompt, tokens):
@@ -74,8 +74,8 @@ def test_one_forward_of_the_row_and_then_one_of_a_token(model):
 def test_ends_at_the_end_token_which_is_not_returned(model):
     free = continue_ids(model, PROMPT, 24)
     for eos in free[3:6]:
-        assert continue_ids(model, PROMPT, 24, eos_id=eos) == free[: free.index(eos)]
-    assert continue_ids(model, PROMPT, 24, eos_id=free[0]) == []
+        assert continue_ids(model, PROMPT, 24, ends={eos}) == free[: free.index(eos)]
+    assert continue_ids(model, PROMPT, 24, ends={free[0]}) == []
 
 
 def test_the_continuation_is_a_prefix_of_a_longer_one(model):
