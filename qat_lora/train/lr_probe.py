@@ -61,7 +61,7 @@ def choose_lr(run: Run, optim: OptimConfig, open_steps: OpenSteps) -> dict[str, 
 
     InterruptedRunError: a stop signal; the trials that are through are kept.
     CacheDamaged: a row cannot be read (or another error of the source of rows).
-    DivergedError: the loss is NaN or infinite before the first step.
+    DivergedError: the loss is NaN or infinite before the first step, or after every trial.
     ConfigError: the processes do not share the run's folder.
     """
     whole, file, runtime = run.loop.max_steps, run.settings.out / FILE, run.runtime
@@ -85,9 +85,15 @@ def choose_lr(run: Run, optim: OptimConfig, open_steps: OpenSteps) -> dict[str, 
             keep(start)
         while (power := _next(start, losses)) is not None:
             lr = FIRST_LR * 2.0**power
-            losses[power] = _trial(run, replace(optim, lr=lr), trial_steps(whole), open_steps, bar)
+            loss = _trial(run, replace(optim, lr=lr), trial_steps(whole), open_steps, bar)
+            losses[power] = loss if math.isfinite(loss) else math.inf  # NaN has no order, and the file holds neither
             bar.set_postfix_str(f"lr {lr:.3g}: loss {losses[power]:.4f}, at the start {start:.4f}")
             keep(start)
+    if not math.isfinite(min(losses.values())):
+        rates = [FIRST_LR * 2.0**power for power in losses]
+        tried = f"{len(losses)} trials of {trial_steps(whole)} steps, from {max(rates):.3g} down to {min(rates):.3g}"
+        remedy = "give --dtype float32, or lower --scale-lr or --norm-lr if you gave one, and start with --overwrite"
+        raise DivergedError(f"lr auto: the loss is NaN or infinite after each of {tried}; {remedy}")
     return _found(start, losses, whole)
 
 
@@ -118,11 +124,11 @@ def _found(start: float, losses: Mapping[int, float], max_steps: int) -> dict[st
     length = trial_steps(max_steps)
     trials = [{"power": power, "loss": loss if math.isfinite(loss) else None} for power, loss in losses.items()]
     found = {"trial_steps": length, "steps": probe_steps(max_steps, len(losses)), "start_loss": start, "trials": trials}
-    if _next(start, losses) is not None:
+    least = min(losses.values(), default=math.inf)
+    if _next(start, losses) is not None or not math.isfinite(least):
         return found
     power = np.interp(math.log(max_steps), np.log([*HORIZON_POWERS]), [*HORIZON_POWERS.values()])
     best, factor = FIRST_LR * 2 ** vertex(losses), float(min(max_steps / length, MOST_RATIO) ** power)
-    least = losses[_best(losses)]
     outcome = f"the least loss, {least:.4f} ({start:.4f} at the start)"
     why = f"of {len(losses)} trials of {length} steps, {best:.3g} has {outcome}; times {factor:.3g} for the longer run"
     if not least < start:

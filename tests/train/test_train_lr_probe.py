@@ -158,6 +158,41 @@ def test_a_start_that_is_not_finite_is_refused(tmp_path):
         run(tmp_path, toy, optim=AUTO)
 
 
+class Fragile(Toy):
+    """A student that is lost as soon as one of its numbers is a distance away from where it began."""
+
+    def __init__(self, distance):
+        super().__init__(dropout=0.3)
+        self.distance, self.begin = distance, self.a.detach().clone()
+
+    def hidden(self, *given):
+        lost = (self.a.detach() - self.begin).abs().max() > self.distance
+        return super().hidden(*given) * torch.where(lost, math.nan, 1.0)
+
+
+def test_a_first_trial_that_diverges_is_no_rate_and_resuming_finds_the_same(tmp_path):
+    limit = FIRST_LR / 2  # two steps go farther at the first rate
+    for trials in (0, 1, 2):
+        interrupted = Signals(after=1 + 3 * trials + 2)
+        with pytest.raises(InterruptedRunError):
+            run(tmp_path / f"{trials}", Fragile(limit), optim=AUTO, data=interrupted, max_steps=1)
+        assert len(found(tmp_path / f"{trials}")["trials"]) == trials
+    run(tmp_path / "whole", Fragile(limit), optim=AUTO, max_steps=1)
+    whole = found(tmp_path / "whole")
+    assert whole["trials"][0] == {"power": 0, "loss": None} and whole["best_of_trials"] < FIRST_LR
+    for trials in (0, 1, 2):
+        run(tmp_path / f"{trials}", Fragile(limit), optim=AUTO, max_steps=1)
+        assert found(tmp_path / f"{trials}") == whole
+
+
+def test_where_every_trial_diverges_it_is_an_error_also_on_resume(tmp_path):
+    told = "^lr auto: the loss is NaN or infinite after each of 9 trials of 2 steps, from 0.0004 down to .*; give --dtype"
+    for _ in range(2):
+        with pytest.raises(DivergedError, match=told):
+            run(tmp_path, Fragile(0.0), optim=AUTO)
+        assert "lr" not in found(tmp_path) and not (tmp_path / "metrics.jsonl").exists()
+
+
 def test_a_rate_of_nothing_is_refused():
     with pytest.raises(ConfigError, match="lr: 0 is not allowed; give a number above 0"):
         OptimConfig(lr=0)
