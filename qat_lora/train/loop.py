@@ -65,7 +65,9 @@ def train(
             unseen = MetricsLog(settings.out / METRICS, loop.max_steps, 0, True, runtime.device)
             begun = Run(state, optimizer, runtime, hooks, settings, loop, Progress(), 0, unseen, stopped)
             found = choose_lr(
-                begun, optim, lambda run, tried, *span: closing(_steps(run, rows, prepared, tried, watch, zeros, span))
+                begun,
+                optim,
+                lambda run, tried, *which: closing(_steps(run, rows, prepared, tried, watch, zeros, *which)),
             )
         optim = replace(optim, lr=found["lr"])
         optimizers.set_peaks(optimizer, optim)
@@ -145,13 +147,17 @@ def _steps(
     watch: CompileWatch,
     zeros: Sums,
     span: tuple[int, int],
+    held_out: int | None = None,
 ) -> Generator[Sums, None, None]:
-    """Dispatch a `span` of steps (first, count), note and yield their values; end the run where rows cannot be read."""
+    """Dispatch a `span` of steps (first, count), note and yield their values; end the run where rows cannot be read.
+
+    The rows of step `held_out` are in no other step.
+    """
     model, (objective, teacher_lm_head, _, anchor), runtime, loop = run.state.model, prepared, run.runtime, run.loop
     accumulation, dtype = loop.accumulation(runtime.replicas), torch.bfloat16 if loop.autocast else torch.float32
     per_process = loop.batch_size * (runtime.replicas // runtime.processes)
     here = {"replica": runtime.rank, "replicas": runtime.processes}
-    batches = runtime.feed(rows.batches(*span, per_process, accumulation, run.settings.seed, **here))
+    batches = runtime.feed(rows.batches(*span, per_process, accumulation, run.settings.seed, **here, held_out=held_out))
     anchors = None if anchor is None else runtime.feed(step.anchor_batches(anchor, *span, per_process, **here))
 
     def gradients(objective: ObjectiveConfig, weights: dict[str, Tensor]) -> tuple[Sums, QatLoraError | OSError | None]:

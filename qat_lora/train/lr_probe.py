@@ -6,6 +6,7 @@ rate from step to step until the loss explodes (Smith 2017) finds where training
 start is far above what is best. So each trial is the run in miniature: from the same start on the same rows, with
 warm-up and decay compressed to a 32nd of the run's steps. Then the loss is measured on rows that no trial trains on,
 by one more step at a rate of 0: the same computation, hence no new graph on XLA, and no evaluation split is needed.
+These rows are a full step's, at most half of all; trials get masked rows in their place (`data.shuffle.holding_out`).
 
 All trials see the same numbers but for the rate, so their losses are a smooth curve over it. Rates are tried by factors
 of 2 until the best has worse neighbours; the minimum of the parabola through the three is the best rate of a run that
@@ -42,8 +43,9 @@ SHARE, SHORTEST, LONGEST = 1 / 32, 2, 64  # steps of a trial: a share of the run
 LEAST_TRIALS, MOST_TRIALS = 3, 9
 HIGHEST = 5  # power of 2, a rate of 0.0128: two steps learn a few rows by heart at rates that a run does not survive
 
-OpenSteps = Callable[[Run, OptimConfig, int, int], AbstractContextManager[Iterator[Sums]]]
-"""From a run, its settings, the first step of rows and their number to what takes a step each time (`loop`)."""
+OpenSteps = Callable[[Run, OptimConfig, tuple[int, int], int], AbstractContextManager[Iterator[Sums]]]
+"""From a run, its settings, a span of steps (first, count), and the one whose rows are in no other, to what takes a
+step each time (`loop`)."""
 
 
 def trial_steps(max_steps: int) -> int:
@@ -155,7 +157,7 @@ def _trial(run: Run, optim: OptimConfig, length: int, open_steps: OpenSteps, bar
     trial = _Trial(**{**vars(run), **changed})
     warmup = min(optim.warmup_steps, max(1, round(optim.warmup_steps * length / whole)))
     measured_at = whole // 2 + trial_steps(whole)  # in the order of steps: the same rows for trials of any length
-    rows = measured_at - length, length + 1
+    rows = (measured_at - length, length + 1), measured_at
     with _undone(run) as random, open_steps(trial, replace(optim, warmup_steps=warmup), *rows) as steps:
         for step in range(length + 1):
             if step == length:

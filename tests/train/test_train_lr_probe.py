@@ -16,6 +16,7 @@ from toy_paths import clean_environment
 from train_kills import fork, wait
 from train_toys import OPTIM, Toy, ToyData, run
 
+from qat_lora.data.shuffle import global_batch
 from qat_lora.errors import CacheDamaged, ConfigError, DivergedError, InterruptedRunError
 from qat_lora.train import lr_probe
 from qat_lora.train.lr_probe import FILE, probe_steps, trial_steps
@@ -186,7 +187,9 @@ def test_a_first_trial_that_diverges_is_no_rate_and_resuming_finds_the_same(tmp_
 
 
 def test_where_every_trial_diverges_it_is_an_error_also_on_resume(tmp_path):
-    told = "^lr auto: the loss is NaN or infinite after each of 9 trials of 2 steps, from 0.0004 down to .*; give --dtype"
+    told = (
+        "^lr auto: the loss is NaN or infinite after each of 9 trials of 2 steps, from 0.0004 down to .*; give --dtype"
+    )
     for _ in range(2):
         with pytest.raises(DivergedError, match=told):
             run(tmp_path, Fragile(0.0), optim=AUTO)
@@ -279,17 +282,34 @@ def test_trials_add_no_graph_and_leave_no_trace_on_xla(tmp_path):
     assert found(tmp_path / "cpu")["lr"] == pytest.approx(lr, rel=1e-2)
 
 
-def test_the_rows_that_measure_are_apart(tmp_path):
-    """No trial trains on a row that measures: the start's own rows are those of every trial's last step."""
-    given = []
+class FewRows(ToyData):
+    """A few rows in a shuffled order; notes those of every step."""
 
-    class Seen(ToyData):
-        def batches(self, start_step, steps, *more, **named):
-            given.append((start_step, steps))
-            return super().batches(start_step, steps, *more, **named)
+    def __init__(self, count):
+        self.count, self.seen = count, []
 
-    run(tmp_path, optim=AUTO, data=Seen())
-    *probed, (first, steps) = given
-    assert (first, steps) == (0, 10)
-    ends = {start + steps for start, steps in probed}
-    assert ends == {10 // 2 + trial_steps(10) + 1} and probed[0] == (10 // 2 + trial_steps(10), 1)
+    def __len__(self):
+        return self.count
+
+    def order(self, step, global_batch_rows, seed):
+        return global_batch(self.count, step, global_batch_rows, seed)
+
+    def rows(self, numbers):
+        self.seen.append([number for number in numbers.tolist() if number >= 0])
+        return super().rows(numbers)
+
+
+@pytest.mark.parametrize(("count", "measured"), [(2, 1), (6, 3), (9, 4), (40, 4)])
+def test_no_trial_trains_on_the_rows_that_measure(tmp_path, count, measured):
+    """Neither where an epoch ends in between, nor where a step takes half of all rows."""
+    data = FewRows(count)
+    run(tmp_path, optim=AUTO, data=data, evaluate=False)
+    trials = found(tmp_path)["trials"]
+    steps = [data.seen[i] + data.seen[i + 1] for i in range(0, len(data.seen), 2)]  # two micro-batches each
+    start, *probed = steps[: probe_steps(10, len(trials))]
+    assert len(start) == measured
+    length = trial_steps(10)
+    for i in range(0, len(probed), length + 1):
+        *trained, last = probed[i : i + length + 1]
+        assert last == start and any(trained)
+        assert not set(start) & {number for step in trained for number in step}

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from qat_lora.data.shuffle import ShuffledRows
 from qat_lora.files.folders import atomic_dir
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.launch.select import select_runtime
@@ -79,15 +80,18 @@ def tensors(numbers):
     return batch | {name: batch[name].long() for name in ("input_ids", "head_ids")}
 
 
-class ToyData:
+class ToyData(ShuffledRows):
     """Rows in order, like a KD cache's training split; every seventh row is masked."""
 
-    def batches(self, start_step, steps, batch_rows, accumulation=1, seed=0, replica=0, replicas=1):
-        for step in range(start_step, start_step + steps):
-            first = step * batch_rows * accumulation
-            for micro in range(accumulation):
-                numbers = range(first + micro * batch_rows, first + (micro + 1) * batch_rows)
-                yield rows([-1 if n % 7 == 3 else n % POOL for n in numbers])
+    def __len__(self):
+        return POOL
+
+    def rows(self, numbers):
+        return rows(numbers)
+
+    def order(self, step, global_batch_rows, seed):
+        numbers = np.arange(step * global_batch_rows, (step + 1) * global_batch_rows)
+        return np.where(numbers % 7 == 3, -1, numbers % POOL)
 
 
 LOOP = LoopConfig(batch_size=2, accumulation_steps=2, max_steps=10, log_steps=4, eval_steps=3, save_steps=1)
