@@ -20,7 +20,7 @@ from qat_lora.data.shuffle import global_batch
 from qat_lora.errors import CacheDamaged, ConfigError, DivergedError, InterruptedRunError
 from qat_lora.train import lr_probe
 from qat_lora.train.lr_probe import FILE, probe_steps, trial_steps
-from qat_lora.train.optim import FIRST_LR, OptimConfig
+from qat_lora.train.optim import FIRST_LR, OptimConfig, TrainState
 
 AUTO = replace(OPTIM, lr="auto", scale_lr=None, ema=0.9)
 
@@ -194,6 +194,30 @@ def test_where_every_trial_diverges_it_is_an_error_also_on_resume(tmp_path):
         with pytest.raises(DivergedError, match=told):
             run(tmp_path, Fragile(0.0), optim=AUTO)
         assert "lr" not in found(tmp_path) and not (tmp_path / "metrics.jsonl").exists()
+
+
+class ScalesAlone(Toy):
+    """A student of which scales alone train."""
+
+    def train_state(self):
+        return TrainState(self, {"adapter": {}, "scales": {"scale": self.scale}})
+
+
+def test_where_nothing_follows_lr_there_are_no_trials(tmp_path):
+    toy = ScalesAlone()
+    forwards = counting(toy)
+    result, _ = run(tmp_path, toy, optim=replace(AUTO, scale_lr=1e-3), evaluate=False, max_steps=3)
+    assert len(forwards) == 2 * 3 and "lr_probe" not in result and not (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize(("toy", "names"), [(Toy, {"lr", "lr_scales"}), (ScalesAlone, {"lr_scales"})])
+def test_the_rates_that_are_announced_are_those_of_the_log(toy, names, tmp_path, capfd):
+    run(tmp_path, toy(), optim=AUTO, quiet=False)
+    lr = found(tmp_path)["lr"]
+    assert f"learning rate {lr:.4g}, lr_scales {lr / 2:.4g}: of " in capfd.readouterr().err
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    peaks = {name: max(line[name] for line in lines) for name in lines[0] if name.startswith("lr")}
+    assert peaks == pytest.approx({name: lr if name == "lr" else lr / 2 for name in names})
 
 
 def test_a_rate_of_nothing_is_refused():

@@ -110,7 +110,9 @@ def evaluation(toy):
     return float(value)
 
 
-def run(out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective=None, optim=OPTIM, **changed):
+def run(
+    out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective=None, optim=OPTIM, quiet=True, **changed
+):
     """Train a fresh toy under `out`, or go on there; return (result, toy)."""
     runtime = select_runtime("cpu")
     torch.manual_seed(11)
@@ -132,7 +134,7 @@ def run(out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective
             replace(LOOP, **changed),
             LoopHooks(measure, export),
             runtime,
-            RunSettings(out, 5, settings, quiet=True),
+            RunSettings(out, 5, settings, quiet),
         )
 
     return runtime.launch(main), toy
