@@ -89,7 +89,7 @@ def holding_out(order: Order, rows: int, at: int) -> Order:
     """
 
     def real_rows(numbers: np.ndarray) -> int:
-        return np.count_nonzero(numbers >= 0)
+        return int(np.count_nonzero(numbers >= 0))
 
     def without(step: int, global_batch_rows: int, seed: int) -> np.ndarray:
         later = range(at, at + FULL_WITHIN)
