@@ -134,7 +134,8 @@ class ObjectiveConfig:
         """Return what a step reads as data: its weights and, where the temperature moves on at every step, `T`."""
         if self.temperature_end is None:
             return self.weights_at(progress)
-        temperature = self.temperature + (self.temperature_end - self.temperature) * progress
+        # T(p) = T_0 + (T_1 - T_0) p. Trials of `--lr auto` measure one step after their end, where p is above 1.
+        temperature = self.temperature + (self.temperature_end - self.temperature) * min(max(progress, 0.0), 1.0)
         return self.weights_at(progress) | {"T": temperature}
 
 

@@ -32,6 +32,7 @@ from qat_lora.setup.common import with_teacher
 from qat_lora.setup.trainable import check_parts, check_scales, check_twin, chosen_preset, trained_parts
 from qat_lora.setup.training import cache_training_data
 from qat_lora.train.lr_probe import probe_steps
+from qat_lora.train.optim import follows_lr
 
 HEAD_K, LENGTH = 128, CacheBuildOptions.length  # of a position and of a row, where there is no cache to ask
 Training = RecoverOptions | QatOptions
@@ -182,7 +183,9 @@ def _report(
     options: Training, shapes: Shapes, asked: EstimateOptions, student: str, replicas: int, rows: int | None
 ) -> dict[str, Any]:
     """Return what a training run would train, take and see; `rows` of its data are None where that is not known."""
-    probe = probe_steps(asked.max_steps) if options.train.lr == "auto" else 0  # as many usually find it, before the run
+    trained = [kind for kind, numbers in shapes.trained_by_kind.items() if numbers]
+    tries = options.train.lr == "auto" and any(follows_lr(options.train, kind) for kind in trained)
+    probe = probe_steps(asked.max_steps) if tries else 0  # as many usually find it, before the run
     timed = replace(asked, max_steps=asked.max_steps + probe)
     found = forecast(shapes, timed, likely(device_of(asked.run), replicas))
     step_rows = asked.batch_size * asked.accumulation_steps * replicas

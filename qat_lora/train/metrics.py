@@ -104,7 +104,7 @@ class MetricsLog:
         self._bar = tqdm(total=steps, initial=start, desc="train", unit="step", disable=quiet)
         self._device, self._trackers, self._step_rows = device, trackers, step_rows
         self._since, self._first_step = time.perf_counter(), start + 1
-        self._pending: list[tuple[int, float, Sums]] = []
+        self._pending: list[tuple[int, Mapping[str, float], Sums]] = []
 
     def close(self) -> None:
         """Close the bar and the trackers."""
@@ -122,23 +122,23 @@ class MetricsLog:
         for tracker in self._trackers:
             tracker.log(step, values)
 
-    def add(self, step: int, lr: float, means: Sums) -> None:
-        """Note the values of an optimizer step, which stay on the device until `flush`."""
-        self._pending.append((step, lr, means))
+    def add(self, step: int, rates: Mapping[str, float], means: Sums) -> None:
+        """Note the learning rates, by name, and the values of an optimizer step; these stay there until `flush`."""
+        self._pending.append((step, rates, means))
         self._bar.update()  # as steps are dispatched: a CPU may take minutes for one
 
     def flush(self, runtime: Runtime) -> None:
         """Write the noted steps by the runtime's deferred callback, up to a NaN or infinity, a DivergedError."""
         if not self._pending:
             return
-        steps, lrs, means = zip(*self._pending, strict=True)
+        steps, rates, means = zip(*self._pending, strict=True)
         names = list(means[0])
         self._pending.clear()
 
         def write(*values: Any) -> None:
             numbers = map(float, values)
             named = [{name: next(numbers) for name in names} for _ in steps]
-            lines = [{"step": step, **of, "lr": lr} for step, of, lr in zip(steps, named, lrs, strict=True)]
+            lines = [{"step": step, **of, **lrs} for step, of, lrs in zip(steps, named, rates, strict=True)]
             sound = list(takewhile(lambda line: all(map(math.isfinite, line.values())), lines))
             self.write(sound)
             if len(sound) < len(lines):
@@ -227,11 +227,16 @@ def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def plot_curve(metrics: Path, evaluations: Path, out: Path) -> None:
-    """Draw a run as PNG: what `draw_curve` draws, and below it the learning rate."""
-    lines = [line for line in read_metrics(metrics, "loss") if "lr" in line]
+    """Draw a run as PNG: what `draw_curve` draws, and below it the learning rates."""
+    lines = read_metrics(metrics, "loss")
+    rates = list(dict.fromkeys(name for line in lines for name in line if name == "lr" or name.startswith("lr_")))
     with drawn_to(out, 2, size=(7, 5), height_ratios=(3, 1), sharex=True) as (_, axes):
         draw_curve(axes[0, 0], metrics, evaluations)
-        axes[1, 0].plot([line["step"] for line in lines], [line["lr"] for line in lines], color=INK, lw=1)
+        for name, colour in zip(rates, (INK, *COLOURS), strict=False):
+            points = np.array([(line["step"], line[name]) for line in lines if name in line]).T
+            axes[1, 0].plot(*points, color=colour, lw=1, label=name)
+        if len(rates) > 1:
+            axes[1, 0].legend()
         axes[1, 0].set(ylim=(0, None), xlabel="optimizer step", ylabel="learning rate")
         axes[1, 0].grid(alpha=0.3)
 

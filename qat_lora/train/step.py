@@ -36,9 +36,20 @@ class TrainingRows(Protocol):
     """The rows that are trained on, a KD cache or a text, in the order that `qat_lora.data.shuffle` computes."""
 
     def batches(
-        self, start_step: int, steps: int, batch_rows: int, accumulation: int, seed: int, replica: int, replicas: int
+        self,
+        start_step: int,
+        steps: int,
+        batch_rows: int,
+        accumulation: int,
+        seed: int,
+        replica: int,
+        replicas: int,
+        held_out: int | None = None,
     ) -> Iterator[Batch]:
-        """Yield this replica's micro-batches, `accumulation` for each of `steps` steps."""
+        """Yield this replica's micro-batches, `accumulation` for each of `steps` steps.
+
+        The rows of step `held_out` are in no other step.
+        """
 
 
 class PreparedObjective(NamedTuple):

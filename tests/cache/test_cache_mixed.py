@@ -40,6 +40,26 @@ def test_the_rows_of_every_step(caches):
     assert np.array_equal(*(next(iter(d.batches(3, 1, 8, seed=3)))["input_ids"] for d in (alone, first)))
 
 
+def test_the_rows_of_a_step_that_is_held_out_are_in_no_other(caches, monkeypatch):
+    """Also where later caches join, and where their epochs end."""
+    mixed = MixedCaches(str(caches / "first"))
+    mixed.join(LaterConfig((f"{caches}/second@2", f"{caches}/third@4"), later_share=0.25), until=9)
+    monkeypatch.setattr(mixed, "rows", lambda numbers: numbers)
+
+    def rows_of_steps(**how):
+        steps = [np.concatenate(list(mixed.batches(step, 1, 4, 2, 3, **how))) for step in range(12)]
+        return [numbers[numbers >= 0].tolist() for numbers in steps]
+
+    usual = rows_of_steps()
+    assert min(map(len, usual)) < 8, "a step is not full"
+    for held_out in range(12):
+        found = rows_of_steps(held_out=held_out)
+        measured = found[held_out]
+        assert len(measured) == 8
+        for step in (step for step in range(12) if step != held_out):
+            assert found[step] == [number for number in usual[step] if number not in measured]
+
+
 def test_what_does_not_fit_is_refused(caches, tiny, tmp_path):
     call("build_cache", cache_options(tiny, tmp_path / "other", num_rows=4, eval_rows=0, value_dtype="uint8"))
     with pytest.raises(CacheError, match="another contents than"):

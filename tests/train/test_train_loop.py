@@ -59,8 +59,9 @@ def test_the_whole_run(whole):
     assert result["step"] == 10 and result["resumed_from"] == 0
     metrics = lines(out / "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(1, 11))
-    assert set(metrics[0]) == {"step", "loss", "loss_kd", "loss_hard_top1", "tokens", "grad_norm", "lr"}
+    assert set(metrics[0]) == {"step", "loss", "loss_kd", "loss_hard_top1", "tokens", "grad_norm", "lr", "lr_scales"}
     assert metrics[0]["lr"] == pytest.approx(0.05 / 3) and metrics[2]["lr"] == pytest.approx(0.05)
+    assert metrics[0]["lr_scales"] == pytest.approx(0.02 / 3) and metrics[2]["lr_scales"] == pytest.approx(0.02)
     assert [line["step"] for line in lines(out / "evaluations.jsonl")] == [0, 3, 6, 9, 10]
     last = torch.load(out / "last" / "weights.pt", weights_only=True)
     assert all(torch.equal(last[name], p) for name, p in toy.train_state().trained.items())

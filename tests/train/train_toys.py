@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from qat_lora.data.shuffle import ShuffledRows
 from qat_lora.files import folders as files
 from qat_lora.files.folders import atomic_dir
 from qat_lora.losses.objective import ObjectiveConfig
@@ -81,15 +82,18 @@ def tensors(numbers):
     return batch | {name: batch[name].long() for name in ("input_ids", "head_ids")}
 
 
-class ToyData:
+class ToyData(ShuffledRows):
     """Rows in order, like a KD cache's training split; every seventh row is masked."""
 
-    def batches(self, start_step, steps, batch_rows, accumulation=1, seed=0, replica=0, replicas=1):
-        for step in range(start_step, start_step + steps):
-            first = step * batch_rows * accumulation
-            for micro in range(accumulation):
-                numbers = range(first + micro * batch_rows, first + (micro + 1) * batch_rows)
-                yield rows([-1 if n % 7 == 3 else n % POOL for n in numbers])
+    def __len__(self):
+        return POOL
+
+    def rows(self, numbers):
+        return rows(numbers)
+
+    def order(self, step, global_batch_rows, seed):
+        numbers = np.arange(step * global_batch_rows, (step + 1) * global_batch_rows)
+        return np.where(numbers % 7 == 3, -1, numbers % POOL)
 
 
 LOOP = LoopConfig(batch_size=2, accumulation_steps=2, max_steps=10, log_steps=4, eval_steps=3, save_steps=1)
@@ -120,7 +124,9 @@ def held(out):
         files.release(out)
 
 
-def run(out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective=None, optim=OPTIM, **changed):
+def run(
+    out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective=None, optim=OPTIM, quiet=True, **changed
+):
     """Train a fresh toy under `out`, or go on there; return (result, toy)."""
     runtime = select_runtime("cpu")
     torch.manual_seed(11)
@@ -141,7 +147,7 @@ def run(out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective
             replace(LOOP, **changed),
             LoopHooks(measure, export),
             runtime,
-            RunSettings(out, 5, settings, quiet=True),
+            RunSettings(out, 5, settings, quiet),
         )
 
     with held(out):
