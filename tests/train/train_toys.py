@@ -106,7 +106,9 @@ def evaluation(toy):
     return float(value)
 
 
-def run(out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective=None, optim=OPTIM, **changed):
+def run(
+    out, toy=None, *, settings=SETTINGS, evaluate=True, metric="kl", data=None, objective=None, optim=OPTIM, **changed
+):
     """Train a fresh toy under `out`, or go on there; return (result, toy)."""
     runtime = select_runtime("cpu")
     torch.manual_seed(11)
@@ -126,7 +128,7 @@ def run(out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective
             PreparedObjective(objective or ObjectiveConfig(hard_top1_weight=0.2, hard_top1_end=0.0)),
             optim,
             replace(LOOP, **changed),
-            LoopHooks(measure, export),
+            LoopHooks(measure, export, metric),
             runtime,
             RunSettings(out, 5, settings, quiet=True),
         )
