@@ -255,7 +255,7 @@ def _points(lines: Sequence[Mapping[str, Any]]) -> tuple[str, np.ndarray]:
     """Return what lines measure, as a label, and steps and values [2, lines]: the KL or its bound, else the loss."""
     names = [name for name in (*KL_NAMES, "nll", "loss") if any(name in line for line in lines)]
     # Both names are in the files of a run that an earlier version began: it called the bound `kl`, too.
-    names = KL_NAMES if names[0] in KL_NAMES else names[:1]
+    names = [*KL_NAMES] if names[0] in KL_NAMES else names[:1]
     label = "KL" if names[0] in KL_NAMES else "loss"
     if any("kl_bound" in line for line in lines):
         label = "KL, lower bound (top-K)"
