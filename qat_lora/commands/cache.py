@@ -54,7 +54,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     teacher, tokenizer, folder, about = _open_teacher(options, runtime, noted)
     lm_head = lm_head_file(teacher.lm_head()) if options.hidden and not isinstance(teacher, ServedTeacher) else None
     dealt = units(text, part.builders)
-    fingerprint = _fingerprint(options, about, lm_head)
+    fingerprint = _fingerprint(options, about, lm_head, noted)
     encode = make_encoder(tokenizer)
     say(run, f"{runtime.description} · {run.dtype} · cache in {out}")
     documents = own_documents(text, dealt) if dealt else partial(open_documents, text)
@@ -154,8 +154,13 @@ def _open_teacher(
     return teacher, tokenizer, folder, about
 
 
-def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMHeadFile | None) -> Fingerprint:
-    """Return what the cache is to hold; `about` are the fields of teacher and tokenizer."""
+def _fingerprint(
+    options: CacheBuildOptions, about: dict[str, Any], lm_head: LMHeadFile | None, noted: Fingerprint | None
+) -> Fingerprint:
+    """Return what the cache is to hold; `about` are the fields of teacher and tokenizer.
+
+    A build `noted` by a version that knew no `tail_entropy` goes on without.
+    """
     run, builders = options.run, Partition.parse(options.builder).builders
     dealt = units(options.text, builders)
     packing = "documents with bos and eos; attention and positions restart at each"
@@ -168,7 +173,10 @@ def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMH
     about["dataset"] += f" first {options.num_rows} rows" if options.num_rows else ""
     packing += f"; {'units ' * bool(dealt)}dealt out to {builders} builders" if builders > 1 else ""
     about |= {"packing": packing, "temperatures": tuple(sorted(set(options.temperatures))), "seed": run.seed}
-    arrays = optional_arrays(options.draws_from_tail, options.draws, width, sha256, weights, lzma)
+    drawn = options.draws_from_tail
+    began_without = noted is not None and noted.contents.tail_draws > 0 and not noted.contents.tail_entropy
+    tail_entropy = drawn > 0 and not began_without
+    arrays = optional_arrays(drawn, options.draws, width, sha256, weights, lzma, tail_entropy)
     return Fingerprint(**about, optional_arrays=arrays)
 
 

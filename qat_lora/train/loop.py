@@ -44,8 +44,9 @@ def train(
 ) -> dict[str, Any]:
     """Train placed tensors until `max_steps`, from the newest complete checkpoint of the run if there is one.
 
-    Returned are `step`, `best_step`, `best_kl` (or the metric evaluated), `stopped_early`, `resumed_from`, and
-    `lr_probe` where the learning rate was found by trials, which are made if anything that trains follows `lr`.
+    Returned are `step`, `best_step`, `best_kl` (or `best_` of another metric evaluated), `stopped_early`,
+    `resumed_from`, and `lr_probe` where the learning rate was found by trials, which are made if anything that trains
+    follows `lr`.
 
     ConfigError: an early stop without evaluations, or a checkpoint of other settings.
     InterruptedRunError: SIGTERM, SIGINT or SIGHUP; a checkpoint was written first.
@@ -56,7 +57,7 @@ def train(
     if loop.early_stop and hooks.evaluate is None:
         raise ConfigError("early_stop: there is no evaluation split to stop by; make one with --eval-rows")
     optimizer = optimizers.build_optimizer(optim, state.groups, runtime)
-    zeros = step.zero_sums(prepared.objective, runtime.device, prepared.logs_kl)
+    zeros = step.zero_sums(prepared.objective, runtime.device, prepared.kl_name)
     runtime.mark_step()  # optimizer state, gradients and zeros exist now, outside the first micro-batch's graph
     found, hidden = None, settings.quiet or not runtime.is_main
     if optim.lr == "auto" and any(optimizers.follows_lr(optim, group["kind"]) for group in optimizer.param_groups):
@@ -123,6 +124,8 @@ def _resume(
     progress, logs = Progress(), dict.fromkeys(LOGS, EMPTY)
     if found:
         saved = load_checkpoint(found[-1], state.trained, optimizer, settings.fingerprint)
+        if metric == "kl_bound" and "best_kl" in saved:  # of an earlier version, which called the bound a KL
+            saved = {**saved, "best_kl_bound": saved["best_kl"]}
         try:
             progress = Progress(*(saved[name] for name in Progress().to_json(metric)))
             logs = {name: saved["logs"][name] for name in LOGS}

@@ -218,7 +218,7 @@ def test_an_interrupted_recovery_goes_on_to_the_same_result(done, tmp_path, monk
         for file in (whole / name).rglob("*.safetensors"):
             assert file.read_bytes() == (tmp_path / "run" / name / file.relative_to(whole / name)).read_bytes()
     best = [json.loads((run / "result.json").read_text()) for run in (whole, tmp_path / "run")]
-    assert best[0]["best_kl"] == best[1]["best_kl"] and best[1]["resumed_from"] == 3
+    assert best[0]["best_kl_bound"] == best[1]["best_kl_bound"] and best[1]["resumed_from"] == 3
 
 
 def test_a_plain_model_can_be_recovered_too(done, tiny, tmp_path):

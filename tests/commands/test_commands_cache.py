@@ -80,9 +80,21 @@ def test_overtaken_it_does_not_overwrite_again(tiny, tmp_path, monkeypatch):
 
 
 def test_draws_from_the_tail_are_kept_unless_they_are_declined(tiny, tmp_path):
-    for given, kept in ((None, ("tail_draws:8",)), (3, ("tail_draws:3",)), (0, ())):
+    for given, kept in ((None, ("tail_draws:8", "tail_entropy:1")), (3, ("tail_draws:3", "tail_entropy:1")), (0, ())):
         options = cache_options(tiny, tmp_path / str(given), num_rows=4, eval_rows=0, tail_draws=given)
         assert read_manifest(str(call("build_cache", options))).fingerprint.optional_arrays == kept
+
+
+def test_a_build_of_a_version_without_the_tails_entropy_goes_on_without(tiny, tmp_path, monkeypatch):
+    options = cache_options(tiny, tmp_path / "cache", num_rows=4, eval_rows=0, tail_draws=2)
+    make = cache.optional_arrays
+    monkeypatch.setattr(cache, "optional_arrays", lambda *arrays: make(*arrays[:6]))
+    call("build_cache", options)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "cache").iterdir()}
+    monkeypatch.undo()
+    call("build_cache", options)  # complete already
+    assert {file.name: file.read_bytes() for file in (tmp_path / "cache").iterdir()} == before
+    assert read_manifest(str(tmp_path / "cache")).fingerprint.optional_arrays == ("tail_draws:2",)
 
 
 @pytest.mark.slow

@@ -264,6 +264,18 @@ def test_a_worse_evaluation_after_a_resume_leaves_best_alone(tmp_path):
     assert (out / "best" / "weights.pt").stat() == before
 
 
+def test_a_run_whose_bound_was_called_kl_goes_on_with_its_best(tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(InterruptedRunError):
+        run(out, stopping([7]))
+    state = json.loads((checkpoints(out / "checkpoints")[-1] / "state.json").read_text())
+    result, _ = run(out, metric="kl_bound")
+    assert result["resumed_from"] == state["step"] and "best_kl" not in result
+    found = [line.get("kl", line.get("kl_bound")) for line in lines(out / "evaluations.jsonl")]
+    assert result["best_kl_bound"] == min(found) <= state["best_kl"]
+    assert {name for line in lines(out / "evaluations.jsonl") for name in line} == {"step", "kl", "kl_bound"}
+
+
 def test_checkpoints_are_kept_by_number(tmp_path):
     run(tmp_path / "run", save_steps=3, keep_checkpoints=2)
     assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000009", "step-000010"]

@@ -125,7 +125,17 @@ def held(out):
 
 
 def run(
-    out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective=None, optim=OPTIM, quiet=True, **changed
+    out,
+    toy=None,
+    *,
+    settings=SETTINGS,
+    evaluate=True,
+    metric="kl",
+    data=None,
+    objective=None,
+    optim=OPTIM,
+    quiet=True,
+    **changed,
 ):
     """Train a fresh toy under `out`, or go on there; return (result, toy)."""
     runtime = select_runtime("cpu")
@@ -145,7 +155,7 @@ def run(
             PreparedObjective(objective or ObjectiveConfig(hard_top1_weight=0.2, hard_top1_end=0.0)),
             optim,
             replace(LOOP, **changed),
-            LoopHooks(measure, export),
+            LoopHooks(measure, export, metric),
             runtime,
             RunSettings(out, 5, settings, quiet),
         )
