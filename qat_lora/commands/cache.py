@@ -19,6 +19,7 @@ from qat_lora.cache.format.records import Fingerprint, optional_arrays
 from qat_lora.cache.storage.location import LocalFolder, RemoteFolder, locate
 from qat_lora.cache.storage.store import noted_fingerprint, read_manifest
 from qat_lora.cache.tools import audit, overlap
+from qat_lora.data.framing import describe_packing
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows, share, take_eval
 from qat_lora.data.sources import TextConfig, describe_source, open_documents, own_documents, units
 from qat_lora.errors import ConfigError, InterruptedRunError, OvertakenError
@@ -150,6 +151,7 @@ def _open_teacher(
     template = getattr(tokenizer, "chat_template", None)
     about = {"tokenizer_sha256": tokenizer_sha256(tokenizer), "vocab_size": teacher.vocab_size}
     about |= {"teacher": name, "teacher_sha256": sha256, "builder": software}
+    about["packing"] = describe_packing(tokenizer)
     about["chat_template_sha256"] = hashlib.sha256(str(template).encode()).hexdigest() if template else None
     return teacher, tokenizer, folder, about
 
@@ -163,7 +165,7 @@ def _fingerprint(
     """
     run, builders = options.run, Partition.parse(options.builder).builders
     dealt = units(options.text, builders)
-    packing = "documents with bos and eos; attention and positions restart at each"
+    packing = about["packing"]
     if options.positions != "all":
         packing += f"; {options.position_share:g} of the positions drawn by {options.positions}"
     lzma, weights = options.row_codec == "lzma", bool(options.positions != "all" or options.text.weight_field)

@@ -137,7 +137,7 @@ def _prompts(options: CacheGenerateOptions, tokenizer: Any) -> list[list[int]]:
         if name not in str(getattr(tokenizer, "chat_template", "")):
             raise ConfigError(f"{name[-8:].strip('_')}: the writer's chat template does not know it; leave it out")
     if options.text.dataset is None:
-        return [[tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]]
+        return [plain_prompt(tokenizer, "")]
     prompts, documents = [], (document for document in open_documents(options.text) if not document.is_blank)
     for document in islice(documents, write.texts and READ_A_ROW * write.texts):
         asked = document.messages or [{"role": "user", "content": "".join(document.parts())}] * write.chat

@@ -10,6 +10,7 @@ from typing import Any
 
 from qat_lora.cache.tools import overlap
 from qat_lora.config import to_dict
+from qat_lora.data.framing import describe_packing
 from qat_lora.data.packing import make_encoder, pack_rows
 from qat_lora.data.sources import Document, TextConfig, describe_source, open_documents
 from qat_lora.errors import ConfigError
@@ -69,6 +70,7 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     sources = {name: describe_source(text) for name, text in texts.items()}
     settings = {key: value for key, value in to_dict(options).items() if key != "dry_run"}
     settings |= {"weights": identity, "text": sources, "overlap": seen}
+    settings |= {"packing": describe_packing(tokenizer)}
     settings |= {"run": {"dtype": run.dtype, "seed": run.seed}, "kd_cache_dir": cache and redact(cache)}
     inputs = [
         *(word.rpartition("=")[2] for word in (*options.students, *options.domain)),

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from qat_lora.data.file_rows import well_formed
+from qat_lora.data.framing import added_ids
 from qat_lora.data.layouts import Message, render_chat
 from qat_lora.errors import ConfigError, ModelError, TextError
 from qat_lora.extras import require
@@ -96,9 +97,14 @@ def stream_text(tokenizer: Any, ids: Iterable[int]) -> Iterator[str]:
 
 
 def plain_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """Return the ids of a text to continue, after the begin token where the tokenizer has one."""
-    ids = list(tokenizer(well_formed(prompt), add_special_tokens=False)["input_ids"])
-    return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
+    """Return the ids of a text to continue, behind the begin tokens that the tokenizer adds (`data/framing.py`).
+
+    A text of no ids is one token that a text may follow, the bos or else the eos, if the tokenizer has one.
+    """
+    before, _ = added_ids(tokenizer)
+    ids = [*before.tolist(), *tokenizer(well_formed(prompt), add_special_tokens=False)["input_ids"]]
+    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    return ids or [token for token in (first,) if token is not None]
 
 
 def chat_prompt(tokenizer: Any, messages: list[Message], **switches: Any) -> list[int]:
@@ -165,8 +171,9 @@ def _llama_cpp(folder: Path) -> Backend:
 
     def encode_text(text: str) -> list[int]:
         ids: list[int] = llama.tokenize(text.encode(), add_bos=False)
-        begin = llama.metadata.get("tokenizer.ggml.bos_token_id")  # as `plain_prompt`; the file says not to add it
-        return ids if begin is None else [int(begin), *ids]
+        begin = llama.metadata.get("tokenizer.ggml.bos_token_id")
+        adds = llama.metadata.get("tokenizer.ggml.add_bos_token") == "true" or not ids  # as `plain_prompt`
+        return [int(begin), *ids] if adds and begin is not None else ids
 
     def encode_chat(messages: list[Message]) -> list[int]:
         if template is None:

@@ -462,7 +462,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def make_tokenizer(texts: Iterable[str], vocab_size: int, out: Path) -> None:
-    """Train a byte-level BPE tokenizer and write it as a Hugging Face tokenizer; id 0 begins and ends documents."""
+    """Train a byte-level BPE tokenizer and write it as a Hugging Face tokenizer; id 0 ends documents."""
     trained, ends = ByteLevelBPETokenizer(), [END_OF_TEXT]
     trained.train_from_iterator(texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=ends)
     tokenizer = Tokenizer.from_str(trained.to_str())

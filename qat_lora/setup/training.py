@@ -18,6 +18,7 @@ import torch
 from qat_lora.cache.format.codec import OPTIONAL
 from qat_lora.cache.read.dataset import KDCacheDataset, LaterConfig, MixedCaches
 from qat_lora.config import save_yaml, to_dict
+from qat_lora.data.framing import describe_packing
 from qat_lora.data.packing import ENCODERS, TextDataset, make_encoder, pack_rows, take_eval
 from qat_lora.data.sources import describe_source, open_documents
 from qat_lora.errors import CacheError, ConfigError
@@ -129,6 +130,7 @@ def text_training_data(options: RecoverOptions, model: CausalLM) -> TrainingData
     objective = replace(objective, hard_top1_weight=0.0, hard_top1_end=None, hidden_weight=0.0)
     identity = {
         "text": describe_source(options.text),
+        "packing": describe_packing(tokenizer),
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
         **{name: getattr(options, name) for name in ("learn", "length", "num_rows", "eval_rows")},
     }

@@ -273,8 +273,7 @@ def test_two_builds_of_a_text_hold_all_of_it_once(tmp_path, tiny):
     assert verify_cache(out).strangers == ()
 
     tokenizer = load_tokenizer(tiny.teacher)
-    ends = [t for t in (tokenizer.bos_token_id,) if t is not None], [tokenizer.eos_token_id]
-    documents = [ends[0] + tokenizer(d.text)["input_ids"] + ends[1] for d in open_documents(text)]
+    documents = [[*tokenizer(d.text)["input_ids"], tokenizer.eos_token_id] for d in open_documents(text)]
     first, tokens = 0, []
     while len(tokens) < 3 * length:
         tokens += documents[first]

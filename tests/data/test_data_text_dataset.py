@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from qat_lora.data.packing import PackedRow, TextDataset, answers_only, every_token, pack_rows
+from qat_lora.data.packing import Encoder, PackedRow, TextDataset, answers_only, every_token, pack_rows
 from qat_lora.data.shuffle import global_batch, permuted, steps_per_epoch
 from qat_lora.data.sources import Document
 from qat_lora.errors import ConfigError, TextError
@@ -17,6 +17,7 @@ def documents(count):
     return [Document(text="x" * (3 + 5 * i % 11), messages=None, name=f"d{i}") for i in range(count)]
 
 
+@Encoder
 def encode(document):
     ids = [ord(letter) % 50 + len(document.text) for letter in document.text]
     return [(ids, [1] * len(ids))]
@@ -128,6 +129,7 @@ def test_a_text_without_targets_is_refused():
 
 
 def test_ce_counts_every_token_and_sft_the_answers_of_chats_only():
+    @Encoder
     def masked(document):
         return [([1, 2, 3], [0, 0, 1])]
 

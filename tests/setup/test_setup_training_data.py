@@ -109,10 +109,14 @@ def test_plain_text_is_refused_for_fine_tuning_before_anything_is_written(tiny, 
     assert not (tmp_path / "run").exists()
 
 
-def test_another_text_or_objective_is_another_run(chats, tmp_path):
+def test_another_text_or_objective_is_another_run(chats, tmp_path, monkeypatch):
     folder, data = chats
     out = tmp_path / "run"
     call("recover", text_options(folder, data, out, "sft"))
+    with monkeypatch.context() as other:
+        other.setattr("qat_lora.setup.training.describe_packing", lambda tokenizer: "documents with bos and eos")
+        with pytest.raises(OutputExistsError, match="packing was"):
+            call("recover", text_options(folder, data, out, "sft"))
     for field, changed in (("learn", {"learn": "ce"}), ("length", {"length": 16}), ("eval_rows", {"eval_rows": 2})):
         with pytest.raises(OutputExistsError, match=f"{field} was"):
             call("recover", replace(text_options(folder, data, out, "sft"), **changed))
