@@ -47,11 +47,11 @@ def quiet_store(tmp_path, monkeypatch):
     memory.pseudo_dirs[:] = [""]
 
 
-def test_commands_on_a_cache_behind_credentials(tiny, tmp_path, capfd, quiet_store):
+def test_commands_on_a_cache_behind_credentials(tiny, student, tmp_path, capfd, quiet_store):
     """Every way in which a command names its cache: results, status lines, settings, refusals, damage."""
     build = f"cache build --teacher {tiny.teacher} --dataset {tiny.text} --format text --length 32 --top-k 4 "
     build += f"--eval-rows 2 --num-rows 8 --device cpu --out {URL}"
-    recover = f"recover --model {tiny.teacher} --recovery-r 2 --batch-size 2 --max-steps 2 --device cpu "
+    recover = f"recover --checkpoint {student} --recovery-r 2 --batch-size 2 --max-steps 2 --device cpu "
     recover += f"--out {tmp_path / 'run'} --kd-cache-dir {URL}"
     audit = f"cache audit {URL} --teacher {tiny.teacher} --rows 2 --device cpu"
     evaluate = f"eval --teacher {tiny.teacher} --students same={tiny.teacher} --dataset {tiny.held_out} --length 32 "

@@ -49,6 +49,8 @@ def generate_cache(options: CacheGenerateOptions, runtime: Runtime) -> Any:
 def _write_texts(options: CacheGenerateOptions, runtime: Runtime, out: Path) -> None:
     write, run = options.write, options.run
     student = open_student(str(write.writer or options.teacher), options.hub, run.dtype)
+    if student.start:
+        say(run, f"{write.writer or options.teacher} writes {student.start_text}")
     model = student.model
     tokenizer = load_tokenizer(model.tokenizer_folder, options.hub.trust_remote_code)
     model = model.with_vocabulary(min(model.vocab_size, max(tokenizer.get_vocab().values()) + 1))

@@ -135,6 +135,8 @@ def _open_students(options: EvalOptions, tokenizer: Any, shared: Path) -> dict[s
     for name, folder in _named(options.students, "students", "teacher").items():
         opened[name] = open_student(folder, options.hub, options.run.dtype, shared)
         file = opened[name].model.folder
+        if opened[name].start:
+            say(options.run, f"{name} is scored {opened[name].start_text}")
         if Path(folder).suffix == GGUF and (file.parent / ADAPTER).is_file():
             say(options.run, f"{name} is scored without the {ADAPTER} beside it; for both, name {file.parent}")
         if tokenizer_sha256(load_tokenizer(opened[name].model.tokenizer_folder)) != expected:

@@ -33,6 +33,7 @@ from qat_lora.models.load import CausalLM, load_tokenizer
 from qat_lora.models.student import open_student
 from qat_lora.options import RunConfig
 from qat_lora.runtime.base import Runtime
+from qat_lora.terminal import echo
 
 _WHOLE_DISTRIBUTION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
 
@@ -142,7 +143,10 @@ def open_backend(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) ->
 
 
 def _ours(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) -> Backend:
-    model = open_student(name, hub, run.dtype).model
+    student = open_student(name, hub, run.dtype)
+    if student.start and not (run.quiet or run.json):
+        echo(f"{name} is opened {student.start_text}", err=True)  # standard output is the text's
+    model = student.model
     tokenizer = load_tokenizer(model.tokenizer_folder, hub.trust_remote_code)
     runtime.place(model.module)
     ends = end_ids(model, tokenizer)

@@ -7,6 +7,7 @@ weights anew in each forward. It reads the cache's manifest if there is one, wri
 a config at most. What cannot be known yet is assumed, and listed as assumed.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,14 @@ from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.runtime.launch.select import choose, look, plan_run, runs_on_host
 from qat_lora.runtime.precision import with_dtype
 from qat_lora.setup.common import with_teacher
-from qat_lora.setup.trainable import check_parts, check_scales, check_twin, chosen_preset, trained_parts
+from qat_lora.setup.trainable import (
+    check_is_student,
+    check_parts,
+    check_scales,
+    check_twin,
+    chosen_preset,
+    trained_parts,
+)
 from qat_lora.setup.training import cache_training_data
 from qat_lora.train.lr_probe import probe_steps
 from qat_lora.train.optim import follows_lr
@@ -54,6 +62,9 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     asked = replace(_estimate(options, student, dataset, options.length, accumulation), **own)
     shapes = skeleton(asked, options.blockwise)
     model = CausalLM(shapes.module, Path(student))
+    if dataset is not None:
+        with contextlib.suppress(ModelError):  # its weights are not here
+            check_is_student(model, str(options.checkpoint or options.model), dataset.fingerprint)
     check_scales(model, options.train_scales)
     if options.blockwise:
         if asked.attention == "xla" or replicas > 1:
