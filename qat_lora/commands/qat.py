@@ -19,6 +19,7 @@ from qat_lora.layers.calibrate.fisher import zeros_in
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.convert import bits_per_weight, quant_layers, stored_tensors
 from qat_lora.layers.stacked import apart
+from qat_lora.models.adapter import joint_ranks, ranks_text
 from qat_lora.models.copies import save_with_tensors
 from qat_lora.models.load import CausalLM, load_model
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
@@ -53,6 +54,10 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
     student = None if options.from_scratch else load_model(str(options.checkpoint), options.hub, "float32")
     check_fits(data.rows, next(filter(None, (student, full))))
     check_parts(options, full, student)
+    if student is not None and (joint := joint_ranks(student.folder)):
+        beside = f"beside an adapter of {ranks_text(joint.values())}, which qat drops"
+        remedy = "quantize --joint-rank 0 chooses codes that stand alone"
+        say(run, f"warning: codes of {options.checkpoint} were chosen {beside}; {remedy}")
     plan = TrainingRun("qat", in_steps(options, data, runtime), data, runtime, out)
     always = ("head_k", "train_parts", "weight_gradient", "mergeable", "mergeable_r", "blockwise", "train")
     blocks = ("calibration_rows",) if options.blockwise.blockwise_steps else ()

@@ -21,7 +21,7 @@ from qat_lora.layers.calibrate.sequential import quantize_sequential
 from qat_lora.layers.calibrate.upcast import upcast
 from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, quant_layers, reach_of, rule_bits
 from qat_lora.layers.lora import Starts
-from qat_lora.models.adapter import save_starts
+from qat_lora.models.adapter import joint_ranks, ranks_text, save_starts
 from qat_lora.models.load import CausalLM, cast, load_model, save_quantised
 from qat_lora.options import QuantizeOptions
 from qat_lora.quant.initialize import NEED_TEXT
@@ -91,12 +91,13 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
                 measured = measured_costs(options, model, found, rows, costs, runtime, work)
                 chosen, facts = allocated(options, found, measured)
                 targets, joint = check_reach(model.module, chosen), options.start_rank if joint else 0
+            ranks = {} if options.joint_rank == 0 else facts.get("adapter_ranks", {})
             share, reach = reach_of(model.module, chosen, targets)
             effort = EFFORTS[options.effort]
             fits = FitSettings(options.init, options.start_rank, joint, solver_device, effort)
             bar = tqdm(total=len(targets), desc=f"quantise {label} ({options.init})", unit="layer", disable=run.quiet)
             with bar:
-                fitter = LayerFitter(model.module, targets, fits, costs, work, bar, facts.get("adapter_ranks", {}))
+                fitter = LayerFitter(model.module, targets, fits, costs, work, bar, ranks)
                 starts = _fit(options, model, fitter, rows)
         rules = rule_bits(model.module, chosen)
         model.module.to("cpu")
@@ -114,10 +115,14 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         save_json({**result, "rules": rules}, out / "result.json")
         outputs.complete(out)
         remove_pieces(out)
+    of_adapter = joint_ranks(out)
     if facts:
-        ranks = [rank for rank in facts["adapter_ranks"].values() if rank]
-        adapters = f"adapters on {len(ranks)} layers, of rank {max(ranks, default=0)} or less"
-        say(run, f"{facts['bytes'] / 1e6:.3f} MB; {adapters}")
+        counted = f"adapters on {len(of_adapter)} layers included" if of_adapter else "no adapter"
+        say(run, f"{facts['bytes'] / 1e6:.3f} MB, {counted}")
+    if of_adapter:
+        beside = f"codes were chosen for an adapter of {ranks_text(of_adapter.values())}"
+        instead = "give --joint-rank 0 for codes that stand alone"
+        say(run, f"{beside}, with whose start this folder opens; {instead}")
     for rule in rules if len(rules) > 1 else ():
         say(run, f"  {rule['bits_per_weight'] or 'kept':>6}  {rule['layers']:>4} layers  {rule['pattern']}")
     if experts := sorted({name.rpartition(".")[0] for name in fitter.unreached}):

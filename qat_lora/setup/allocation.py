@@ -5,7 +5,8 @@ error of GPTQ rounding, which is cheap and ranks formats as the final descent do
 off the spectrum of G^½ E H^½, for all ranks at once, and corrected by what codes chosen beside an adapter gain: without
 that, ranks went to layers that need few. An LM head, with a tied embedding, has no such G: it is put into the model,
 format by format, and the KL of some rows is taken. The choice becomes an ordinary preset, with a rule for each kind of
-layer and format, and adapter starts whose columns are the ranks; nothing later knows of it.
+layer and format, and adapter starts whose columns are the ranks; nothing later knows of it. With `--joint-rank 0` no
+layer has a rank, and the starts that are stored are those of any preset, which count nothing.
 """
 
 import contextlib
@@ -76,17 +77,20 @@ def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:
     points, sizes = list[tuple[tuple[str, ...], QuantSpec, int]](), list[int]()
     least = most = others = other_bytes(engine, module, specs, itemsize)
     alike = of_one_input(specs) if engine == "vllm" else []
+    most_rank = options.start_rank if options.joint_rank != 0 else 0  # codes that stand alone
     for names in [*alike, *((name,) for name in specs if not any(name in names for names in alike))]:
         shapes = [module.get_submodule(name).weight.shape for name in names]
         first = len(points)
         for spec in specs[names[0]]:
-            for rank in range(1 + (0 if LM_HEAD.search(names[0]) else min(options.start_rank, *map(min, shapes)))):
+            highest = 0 if LM_HEAD.search(names[0]) else min(most_rank, *map(min, shapes))
+            for rank in range(1 + highest):
                 points.append((names, spec, rank))
                 sizes += [sum(layer_bytes(engine, spec, o, i) + adapter_bytes(engine, o, i, rank) for o, i in shapes)]
         least, most = least + min(sizes[first:]), most + max(sizes[first:])
     wanted = target.bytes(sum(p.numel() for p in module.parameters()))
     low, high = math.ceil(least / 1e3) / 1e3, math.floor(most / 1e3) / 1e3
-    span = f"--for {engine} allows {low:.3f}MB to {high:.3f}MB, adapters of up to --start-rank included"
+    beside = "adapters of up to --start-rank included" if most_rank else "without adapters"
+    span = f"--for {engine} allows {low:.3f}MB to {high:.3f}MB, {beside}"
     if not least <= wanted <= most:
         raise ConfigError(f"target_size: {target.name} ({wanted / 1e6:.3f} MB) cannot be met; {span}")
     return Choices(points, np.array(sizes), others, wanted, f"\ntarget   {target.name} ({wanted / 1e6:.3f} MB); {span}")

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from toy_pipeline import cache_options, call, quantize_options, recover_options
 
 from qat_lora import cli
+from qat_lora.data.sources import TextConfig
 from qat_lora.errors import CacheError, ConfigError, DeviceError, ModelError
 from qat_lora.layers.convert import linear_layers
 from qat_lora.models.load import load_model
@@ -114,11 +115,14 @@ def test_what_a_machine_elsewhere_has_is_assumed_and_said():
 
 def test_what_the_run_would_refuse_is_refused(made, tiny, tmp_path):
     options = recover_options(made / "student", made / "cache", tmp_path / "run")
+    by_text = {"checkpoint": None, "model": str(tiny.teacher), "train_scales": True, "learn": "ce"}
+    by_text |= {"kd_cache_dir": None, "text": TextConfig(dataset=str(tiny.text))}
     for changed, error, message in (
         ({"checkpoint": str(tmp_path / "none")}, ModelError, "checkpoint: there is no folder .*qat-lora estimate"),
         ({"kd_cache_dir": str(tmp_path)}, CacheError, "manifest"),
         ({"loop": LoopConfig(batch_size=4, global_batch_size=6)}, ConfigError, "global_batch_size: 6"),
-        ({"checkpoint": None, "model": str(tiny.teacher), "train_scales": True}, ConfigError, "no quantised layers"),
+        ({"checkpoint": None, "model": str(tiny.teacher)}, ConfigError, "is the cache's teacher itself"),
+        (by_text, ConfigError, "no quantised layers"),
     ):
         with pytest.raises(error, match=message):
             plan_recover(replace(options, **changed))
