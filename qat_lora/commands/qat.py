@@ -107,7 +107,8 @@ def _start(plan: TrainingRun, options: QatOptions, student: CausalLM | None, ful
     folder = out / "quantised" if student is None else student.folder
     if runtime.is_main and student is None:
         own = {name: getattr(options, name) for name in (*MAKING, "model", "kd_cache_dir", "hub")}
-        run = RunConfig(out=str(folder), seed=options.run.seed, quiet=options.run.quiet, json=options.run.json)
+        given = options.run
+        run = RunConfig(out=str(folder), dtype=given.dtype, seed=given.seed, quiet=given.quiet, json=given.json)
         quantize(QuantizeOptions(**own, preset=chosen_preset(options).name, start_rank=0, run=run), runtime)
     if options.blockwise.blockwise_steps:
         if runtime.is_main and not (out / "blockwise").is_dir():

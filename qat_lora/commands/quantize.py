@@ -50,7 +50,8 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         raise ConfigError(f"init: {options.init} needs calibration text; give --dataset, --kd-cache-dir or --init mse")
     model = load_model(str(options.model), options.hub, "stored")
     dtype = model.module.dtype  # of its files: what is not quantised leaves in it
-    if not computes_in_bfloat16(options, dtype):
+    in_bfloat16 = computes_in_bfloat16(options, dtype)
+    if not in_bfloat16:
         upcast(model.module)
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
@@ -64,6 +65,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     settings = {name: value for name, value in to_dict(options).items() if name not in NO_PART_OF_THE_RESULT}
     settings |= {"seed": run.seed, "model_sha256": checkpoint_sha256(model.folder)}
     settings |= {"start_method": "qera", "calibration": text}
+    settings["dtype"] = "bfloat16" if in_bfloat16 else "float32"
     inputs = [options.model, model.folder, options.kd_cache_dir, *text_inputs(options.text)]
     with outputs.claimed(out, "quantize", settings, run.overwrite, inputs) as complete:
         if complete:

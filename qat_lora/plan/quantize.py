@@ -13,6 +13,7 @@ from qat_lora.layers import convert
 from qat_lora.layers.calibrate.fisher import MOST_LOGITS, fisher_bytes, kept_shape
 from qat_lora.layers.calibrate.fit import EFFORTS, FOLLOWED, ITERATIONS, OVERSAMPLED, TURN_ROUNDS, Effort
 from qat_lora.layers.calibrate.upcast import PIECE
+from qat_lora.layers.lora import of_one_input
 from qat_lora.models.load import cast
 from qat_lora.options import EstimateOptions, QuantizeOptions
 from qat_lora.plan.devices import Device, likely
@@ -93,7 +94,7 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     held = report["weights_bytes"] * (device != "cpu")
     if options.init in COMPENSATED:
         work = solver_work(module, options, COLUMN_PASSES.get(device, 2), measured)
-        passes = tokens * token_operations(module, size, options, length, device, measured)
+        passes = calibration_operations(module, size, options, tokens, length, device, measured)
         rate = 1e12 * EstimateOptions.utilisation
         chips = {chip.name: chip for chip in likely(device, 1)}
         seconds = {name: passes / (chip.tflops * rate) + work.seconds(chip) for name, chip in chips.items()}
@@ -110,26 +111,37 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     return DryRun(report, text, Requirements("this quantisation", own + held, own, disk))
 
 
-def token_operations(
-    module: Any, config: Any, options: QuantizeOptions, length: int, device: str, found: Choices | None
+def calibration_operations(
+    module: Any,
+    config: Any,
+    options: QuantizeOptions,
+    tokens: int,
+    length: int,
+    device: str,
+    found: Choices | None,
 ) -> int:
-    """Return the operations for a token of a row: for the Fisher information, states, moments and what is measured."""
+    """Return the operations for all rows: for the Fisher information, states, moments and what is measured."""
     size, named = widths(config), convert.quant_layers(module)
-    whole = device in COLUMN_PASSES  # under XLA each expert computes every token
-    layers = [(layer, 1 if whole else token_share(module, config, name)) for name, layer in named.items()]
-    products = 2 * sum(share * layer.in_features * layer.out_features for layer, share in layers)
+    is_xla = device in COLUMN_PASSES  # under XLA each expert computes every token
+    layers = {name: (layer, 1 if is_xla else token_share(module, config, name)) for name, layer in named.items()}
+    products = 2 * sum(share * layer.in_features * layer.out_features for layer, share in layers.values())
     attention = 2 * config.num_hidden_layers * length * size.queries
     # Fisher: forward, again in the backward pass, gradients of activations (attention's: 5 products, not 2), outputs.
     to_logits = 2 * config.vocab_size * size.hidden
-    outputs = 2 * to_logits + sum(2 * share * math.prod(kept_shape(layer.out_features)) for layer, share in layers)
-    # States: two streams through all of a block, and to each of its stages (three past attention), two moments a layer.
-    moments = sum(2 * share * layer.in_features**2 for layer, share in layers)
-    inputs = 5 * products + 8 * attention + 2 * moments
+    of_outputs = sum(2 * share * math.prod(kept_shape(layer.out_features)) for layer, share in layers.values())
+    fisher = 3 * products + 4.5 * attention + 2 * to_logits + of_outputs
+    # States: both streams through all of a block, the student's also to each of its stages (three past attention), and
+    # two moments for layers of one input.
+    together = [name for names in of_one_input(named) for name in names[1:]]
+    moments = sum(2 * share * layer.in_features**2 for name, (layer, share) in layers.items() if name not in together)
+    inputs = 3.5 * products + 5 * attention + 2 * moments
     if found:  # one stream more, one for a head's input, and teacher and student for every format of a head
         heads = sum(bool(convert.LM_HEAD.search(names[0])) for names, *_ in found.points)
         scored = 2 * heads * min(1, HEAD_ROWS / options.rows_of(options.calibration_length))
         inputs += moments + (1 + (heads > 0) + scored) * (products + attention) + scored * to_logits
-    return int(inputs + (options.metric == "fisher") * (3 * products + 4.5 * attention + outputs))
+    batch = min(calibration_batch_rows(length), options.rows_of(length)) * length
+    fisher_tokens = min(tokens, -(-EFFORTS[options.effort].fisher_tokens // batch) * batch)
+    return int(tokens * inputs + (options.metric == "fisher") * fisher_tokens * fisher)
 
 
 def solver_work(module: Any, options: QuantizeOptions, column_passes: int, measured: Choices | None) -> SolverWork:

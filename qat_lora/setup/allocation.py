@@ -43,6 +43,9 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.types import Batch
 
 HEAD_ROWS = 16  # of calibration, on which tables are measured
+MEASURED_FLOOR = (
+    0.1  # of outputs' mean: a metric that codes are chosen in may be flatter than one that costs are read in
+)
 JOINT_RANKS, JOINT_TURNS = (4, 16, 64), 2  # ranks beside which codes are chosen, and turns of codes and adapter
 
 
@@ -118,7 +121,8 @@ def measured_costs(
         for spec in dict.fromkeys(spec for names, spec, _ in found.points if name in names and kept is None):
             codes = quantize_weight(linear.weight, spec, "gptq", curvature)
             if name in sensitivity:
-                metric = Metric.of(linear.weight, moment, sensitivity[name].to(linear.weight.device))
+                outputs_OO = sensitivity[name].to(linear.weight.device)
+                metric = Metric.of(linear.weight, moment, outputs_OO, MEASURED_FLOOR)
                 error = linear.weight.float() - codes.dense(spec)
                 cost = metric.costs(error, most[name]).cpu() / 2
                 if shares is None and options.rank_of_codes:

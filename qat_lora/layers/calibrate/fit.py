@@ -119,9 +119,15 @@ class Metric(NamedTuple):
     inputs: _Root
 
     @classmethod
-    def of(cls, like_OI: Tensor, second_moment_II: Tensor | None, outputs_OO: Tensor | None = None) -> Metric:
+    def of(
+        cls,
+        like_OI: Tensor,
+        second_moment_II: Tensor | None,
+        outputs_OO: Tensor | None = None,
+        output_floor: float = OUTPUT_FLOOR,
+    ) -> Metric:
         """Return the metric of a layer; without a moment everything counts alike."""
-        sides = zip(like_OI.shape, (outputs_OO, second_moment_II), (OUTPUT_FLOOR, INPUT_FLOOR), strict=True)
+        sides = zip(like_OI.shape, (outputs_OO, second_moment_II), (output_floor, INPUT_FLOOR), strict=True)
         ones = functools.partial(torch.ones, dtype=torch.float64, device=like_OI.device)
         return cls(*(_Root(ones(size)) if given is None else _Root.of(given, floor) for size, given, floor in sides))
 
