@@ -134,7 +134,7 @@ def allocated(tiny, tmp_path_factory):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT
 def test_recovery_and_exports_take_the_ranks_of_the_student(tiny, allocated, tmp_path):
     ranks = allocated_ranks(allocated)
-    assert len(set(ranks.values())) > 2
+    assert len(set(ranks.values())) > 1
     cache = call("build_cache", cache_options(tiny, tmp_path / "cache"))
     settings = {"lora": LoraConfig(recovery_alpha=8.0), "loop": LoopConfig(batch_size=16, max_steps=2)}
     options = recover_options(allocated, cache, tmp_path / "run", **settings)

@@ -63,7 +63,7 @@ def quantize_sequential(fitter: LayerFitter, batches: Sequence[Any], forward: Ca
         _quantize_lm_head(fitter, name, batches, forward)
         student = capture_calls(stack, batches, forward)[0]
     for i, (name, layers) in enumerate(blocks.items()):
-        block = _Block(fitter, name, layers, calls[i])
+        block = _Block(fitter, name, layers, calls[i], exact[0].dtype)
         found = fitter.finish(name, functools.partial(block.fit, exact, student))
         for layer, finished in found.items():
             block.correct(layer, finished)
@@ -117,8 +117,11 @@ def _quantize_lm_head(fitter: LayerFitter, name: str, batches: Sequence[Any], fo
 class _Block:
     """A decoder block, twice: `reference` at full precision, and `student`, whose layers are fitted one by one."""
 
-    def __init__(self, fitter: LayerFitter, name: str, layers: Sequence[str], calls: list[Call]) -> None:
+    def __init__(
+        self, fitter: LayerFitter, name: str, layers: Sequence[str], calls: list[Call], dtype: torch.dtype
+    ) -> None:
         self.fitter = fitter
+        self.dtype = dtype  # that it computes in, which may be wider than that of its stored weights
         self.name = name
         self.calls = calls
         self.student = fitter.model.get_submodule(name)
@@ -154,9 +157,8 @@ class _Block:
 
     def correct(self, name: str, finished: Finished) -> None:
         """Let a layer compute as its quantised weight with the adapter start, for the layers that follow."""
-        linear = self.fitter.linear(name)
-        corrected = finished.corrected(self.fitter.settings.joint_rank).to(linear.weight.dtype)
-        linear.weight = nn.Parameter(corrected, requires_grad=False)
+        corrected = finished.corrected(self.fitter.settings.joint_rank).to(self.dtype)
+        self.fitter.linear(name).weight = nn.Parameter(corrected, requires_grad=False)
 
     def _stages(self, states: Tensor) -> list[list[str]]:
         """Return layers in order, those of one input together, as all experts' gates and ups are, and their downs."""
