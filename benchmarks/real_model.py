@@ -84,6 +84,8 @@ class Student(NamedTuple):
     recover: str | None
     """None: it is not trained."""
     export: str
+    quick: str
+    """More of quantise's, for a small check of the chain."""
 
 
 # ---- What is run. --------------------------------------------------------------------------------
@@ -94,12 +96,14 @@ STUDENTS = {
         quantise="--preset q2_0 --joint-rank 16",
         recover="--recovery-r 16 --batch-size 4 --max-steps 130 --train-scales --eval-steps 65",
         export="--embedding-bits 4.5",
+        quick="--init mse --joint-rank 0",
     ),
     # Formats by layer, nothing trained.
     "size": Student(
         quantise="--target-size 85MB --for llama.cpp",
         recover=None,
         export="",
+        quick="",
     ),
 }
 
@@ -146,7 +150,7 @@ def small(rows: int) -> Amount:
         chunks=2,
         importance_chunks=2,
         cache=f"--num-rows {rows}",
-        quantise=f"--calibration-rows {rows} --init mse --joint-rank 0",
+        quantise=f"--calibration-rows {rows}",
         recover="--max-steps 2 --eval-steps 1 --lr 3e-4",
         export="--eval-rows 2",
     )
@@ -626,9 +630,10 @@ def cache_stage(chain: Chain) -> None:
 def quantise_stage(chain: Chain) -> None:
     """Quantise every student."""
     for student in chain.students:
+        quick = STUDENTS[student].quick if chain.amount.quantise else ""
         words = command(
             "quantize",
-            f"{STUDENTS[student].quantise} {chain.amount.quantise}",
+            f"{STUDENTS[student].quantise} {chain.amount.quantise} {quick}",
             model=chain.teacher,
             kd_cache_dir=chain.home / "cache",
             out=quantised(chain, student),
