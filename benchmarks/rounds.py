@@ -34,6 +34,7 @@ from qat_lora.commands.demo import Muon
 from qat_lora.data.packing import make_encoder, pack_rows
 from qat_lora.data.sources import Document
 from qat_lora.files.checksums import seal
+from qat_lora.generate.sample import plain_prompt
 from qat_lora.models.load import CausalLM, load_tokenizer, make_qwen3, make_tokenizer, save_model
 from qat_lora.models.student import open_student
 from qat_lora.runtime.host.machine import made_with
@@ -175,7 +176,7 @@ def on_own_answers(teacher: CausalLM, writer: CausalLM, work: Path, seed: int = 
     """Return the mean KL on a model's own answers to the fixed prompts, and the percentage that do not end."""
     tokenizer, runtime = load_tokenizer(work / "teacher"), select_runtime("cpu")
     texts = [json.loads(line)["text"] for line in (work / "fixed.jsonl").read_text().splitlines()]
-    prompts = [[tokenizer.bos_token_id, *tokenizer(text)["input_ids"]] for text in texts]
+    prompts = [plain_prompt(tokenizer, text) for text in texts]
     draw, total, count, endless = torch.Generator().manual_seed(seed), 0.0, 0, 0
     for part in (prompts[i : i + 250] for i in range(0, len(prompts), 250)):
         uniforms = torch.rand(len(part), NEW, generator=draw)

@@ -152,7 +152,7 @@ class QuantizeOptions(QuantizeConfig):
     start_rank: int = _rank(64, "rank up to which adapter starts are stored with the checkpoint; 0: none")
     dry_run: bool = common(False, "print layers, bits and bytes from shapes alone, and write nothing")
     hub: HubConfig = option(HubConfig, "models")
-    run: RunConfig = option(RunConfig, "run", without=("chips", "dtype"))
+    run: RunConfig = option(RunConfig, "run", without=("chips",))
 
     def __post_init__(self) -> None:
         if self.start_method not in (None, "qera"):
@@ -234,7 +234,6 @@ class QatOptions(QuantizeConfig):
 
     model: str | None = common(None, HELP["qat.model"])
     preset: str | None = common(None, "how weights are stored (with --from-scratch); default: q4_r32", alias="config")
-    calibration_rows: int = _rows(128, "rows of the cache for calibration and blocks")
     from_scratch: bool = common(False, "quantise the full-precision --model first; without it, go on from --checkpoint")
     checkpoint: str | None = common(None, "quantised student to go on from: folder made by `quantize` or `qat`")
     kd_cache_dir: str | None = common(None, "KD cache with the teacher's logits", required=True, alias="cache_dir")

@@ -20,8 +20,13 @@ from typing import Any, TextIO
 import click
 
 HIDDEN = "***"
-# A secret of AWS may hold slashes; a path that went through pathlib has one slash left of two.
-_USER = re.compile(r"(?<=[\w+.-]:/)(/?)([^/\s@:'\"]*:[^\s@'\"]+|[^/\s@'\"]+)(?=@)")
+# In Azure's addresses a container stands where others have a name or a token: `abfs://container@account/path`.
+_CONTAINERS = ("abfs", "abfss", "az", "wasb", "wasbs")
+_NO_CONTAINER = "".join(rf"(?<!\b{scheme}:{slashes})" for scheme in _CONTAINERS for slashes in ("/", "//"))
+# `user:secret`, or a token alone, up to the last @ before a slash. A secret of AWS may hold slashes; a path that went
+# through pathlib has one slash left of two.
+_SECRET = rf"(?:[^/\s@:'\"]*:[^\s@'\"]+|{_NO_CONTAINER}[^/\s@'\"]+)(?:@[^/\s@'\"]*)*"
+_USER = re.compile(rf"(?<=[\w+.-]:/)(/?)({_SECRET})(?=@)")
 _PARAMETER = re.compile(r"([?&][\w.-]*(?:token|secret|key|sig|pass|credential|auth)[\w.-]*=)[^&\s'\"]+", re.IGNORECASE)
 
 

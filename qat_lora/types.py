@@ -33,6 +33,8 @@ and, where the cache was built with them:
 
 * `tail_draw_ids` i32 [B, L-1, D] (`--tail-draws D`): tokens drawn from the teacher's tail at T = 1, with repetition;
   all 0 where the tail is empty (`log_tail` is -inf), where they must get weight 0
+* `tail_entropy` f32 [B, 1], with these: a row's mean of -m/D Σ log t(d) over its D draws d at a position, m the tail's
+  mass, weighted as its positions; by it the draws' cross-entropy exceeds their part of the KL
 * `draw_ids` i32 [B, L-1, D] (`--draws D`): tokens drawn from the whole teacher at T = 1, with repetition
 * `weights` f32 [B, L-1]: how much each position counts in the loss, 0 or more; 1 where there are none
 * `entropy` f32 [B, 1] (`--row-codec lzma --top-k 0`): the teacher's mean entropy in a row, weighted as its positions

@@ -100,8 +100,12 @@ BAD: dict[str, tuple[str, str]] = {
     "huge seed": (f"{RECOVER} --seed 99999999999999999999", "seed: 99999999999999999999 is too large"),
     "targets that match nothing": (f"{RECOVER} --lora-targets nope", "lora_targets: 'nope' matches no linear layer"),
     "scales of a plain model": (
-        "recover --model {teacher} --kd-cache-dir {cache} --train-scales",
+        "recover --model {teacher} --objective ce --dataset {text} --length 32 --train-scales",
         "the student has no quantised layers",
+    ),
+    "the teacher as its own student": (
+        "recover --model {teacher} --kd-cache-dir {cache} --train-scales",
+        "checkpoint: {teacher} is the cache's teacher itself, so there is nothing to recover; quantise it (qat-lora",
     ),
     "no such student": (f"{EVAL} --students {{root}}/nothing", "there is no folder {root}/nothing"),
     "two students of a name": (f"{EVAL} --students {{student}},{{student}}", "give each a name as NAME=FOLDER"),

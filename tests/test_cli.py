@@ -198,9 +198,9 @@ EXPORT = ("export", "--student", "s")
 @pytest.mark.parametrize(
     ("line", "name"),
     [
-        ((*QUANTIZE, "--dtype", "bfloat16"), "dtype"),
+        ((*PUSH, "--dtype", "bfloat16"), "dtype"),
         ((*QUANTIZE, "--num-chips", "4"), "num-chips"),
-        ((*QUANTIZE, "run.dtype=bfloat16"), "run.dtype"),
+        ((*PUSH, "run.dtype=bfloat16"), "run.dtype"),
         ((*QUANTIZE, "num_chips=4"), "num_chips"),
         ((*PUSH, "--device-type", "tpu"), "device-type"),
         ((*PUSH, "--seed", "1"), "seed"),
@@ -230,7 +230,7 @@ def test_a_recipes_unused_setting_is_refused_and_a_runs_config_has_none(resolved
     options = resolved(*QUANTIZE, "--seed", "3")
     save_yaml(options, recipe)
     assert resolved("quantize", "--recipe", str(recipe)) == options
-    assert set(to_dict(options)["run"]) == {"out", "overwrite", "device", "tpu", "seed", "quiet", "json"}
+    assert set(to_dict(options)["run"]) == {"out", "overwrite", "device", "tpu", "dtype", "seed", "quiet", "json"}
 
 
 def test_an_adapter_is_copied_so_it_takes_no_type(capfd):

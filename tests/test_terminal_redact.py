@@ -22,11 +22,16 @@ def test_what_is_hidden_and_what_is_not():
         "give s3:/KEYID:S3CR3T@b//… as text": "give s3:/***@b//… as text",
         "simplecache::gs://t0k3n@b/c, gs://u:p@d": "simplecache::gs://***@b/c, gs://***@d",
         "'https://h/c?token=a1&x=1&X-Amz-Signature=b2'": "'https://h/c?token=***&x=1&X-Amz-Signature=***'",
+        "https://user:pa@ss@host/c@d and https://me@corp.com:p@@x@h": "https://***@host/c@d and https://***@h",
+        "abfs://c:S3CR3T@a/x, az://c@a/x, xabfs://t0k3n@a": "abfs://***@a/x, az://c@a/x, xabfs://***@a",
         "https://h/c?AWSAccessKeyId=a&part=2": "https://h/c?AWSAccessKeyId=***&part=2",
     }.items():
         assert redact(text) == shown and redact(shown) == shown
     for text in ("gs://bucket/a/b", "mail a@b.c about C:/x and /d@e", "https://h:80/c?x=1", "a: b@c", "x:\n/a@b"):
         assert redact(text) == text
+    for scheme in ("abfs", "abfss", "wasb", "wasbs", "simplecache::abfss"):  # a container is no credential
+        address = f"{scheme}://text@account.dfs.core.windows.net/x"
+        assert redact(address) == address and redact(address.replace("//", "/")) == address.replace("//", "/")
     assert redact("no bucket KEYID:S3CR3T@bucket", URL) == "no bucket ***@bucket"
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, errors.QatLoraError):
@@ -36,20 +41,23 @@ def test_what_is_hidden_and_what_is_not():
 @pytest.fixture
 def quiet_store(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "copies"))
     memory = fsspec.filesystem("memory")
     memory.store.clear()
     memory.pseudo_dirs[:] = [""]
 
 
-def test_commands_on_a_cache_behind_credentials(tiny, tmp_path, capfd, quiet_store):
+def test_commands_on_a_cache_behind_credentials(tiny, student, tmp_path, capfd, quiet_store):
     """Every way in which a command names its cache: results, status lines, settings, refusals, damage."""
     build = f"cache build --teacher {tiny.teacher} --dataset {tiny.text} --format text --length 32 --top-k 4 "
     build += f"--eval-rows 2 --num-rows 8 --device cpu --out {URL}"
-    recover = f"recover --model {tiny.teacher} --recovery-r 2 --batch-size 2 --max-steps 2 --device cpu "
+    recover = f"recover --checkpoint {student} --recovery-r 2 --batch-size 2 --max-steps 2 --device cpu "
     recover += f"--out {tmp_path / 'run'} --kd-cache-dir {URL}"
     audit = f"cache audit {URL} --teacher {tiny.teacher} --rows 2 --device cpu"
     evaluate = f"eval --teacher {tiny.teacher} --students same={tiny.teacher} --dataset {tiny.held_out} --length 32 "
-    evaluate += f"--eval-rows 4 --device cpu --kd-cache-dir {URL} --out {tmp_path / 'eval'}"
+    evaluate += f"--eval-rows 4 --device cpu --kd-cache-dir {URL} --out {tmp_path / 'eval'} --domain web={URL}-text"
+    for file in tiny.held_out.iterdir():
+        fsspec.filesystem("memory").pipe_file(f"/KEYID:S3CR3T@bucket/cache-text/{file.name}", file.read_bytes())
     qat = f"qat --model {tiny.teacher} --from-scratch --kd-cache-dir {URL} --dry-run --device cpu"
     lines = [build, build + " --json", f"cache verify {URL}", f"cache verify {URL} --json", f"cache info {URL} --json"]
     lines += [f"cache info {URL}", audit, recover, evaluate, qat, recover + " --dry-run"]
@@ -57,6 +65,7 @@ def test_commands_on_a_cache_behind_credentials(tiny, tmp_path, capfd, quiet_sto
         main(line.split())
     assert json.loads(fsspec.filesystem("memory").cat("/KEYID:S3CR3T@bucket/cache/manifest.json"))["train"]
     assert "***@bucket/cache" in (tmp_path / "run/config.yaml").read_text()
+    assert "web=memory://***@bucket/cache-text" in (tmp_path / "eval/qat_lora_run.json").read_text()
     folder = RemoteFolder(URL)
     name = next(name for name in folder.names() if name.startswith("s-") and name.endswith("safetensors"))
     folder._fs.pipe_file(folder._path(name), folder.read(name, 1 << 30)[:-1] + b"\xff")

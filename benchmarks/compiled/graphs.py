@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,8 @@ class _Rows:
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
+        contents = SimpleNamespace(top_k=asked.head_k, tail_entropy=False)
+        self.fingerprint = SimpleNamespace(contents=contents)
 
     def rows(self, indices: list[int]) -> Batch:
         """Return rows by number."""

@@ -19,6 +19,7 @@ from qat_lora.cache.format.records import Fingerprint, optional_arrays
 from qat_lora.cache.storage.location import LocalFolder, RemoteFolder, locate
 from qat_lora.cache.storage.store import noted_fingerprint, read_manifest
 from qat_lora.cache.tools import audit, overlap
+from qat_lora.data.framing import describe_packing
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows, share, take_eval
 from qat_lora.data.sources import TextConfig, describe_source, open_documents, own_documents, units
 from qat_lora.errors import ConfigError, InterruptedRunError, OvertakenError
@@ -56,7 +57,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     teacher, tokenizer, folder, about = _open_teacher(options, runtime, noted)
     lm_head = lm_head_file(teacher.lm_head()) if options.hidden and not isinstance(teacher, ServedTeacher) else None
     dealt = units(text, part.builders)
-    fingerprint = _fingerprint(options, about, lm_head)
+    fingerprint = _fingerprint(options, about, lm_head, noted)
     encode = make_encoder(tokenizer)
     say(run, f"{runtime.description} · {run.dtype} · cache in {out}")
     documents = own_documents(text, dealt) if dealt else partial(open_documents, text)
@@ -83,11 +84,13 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
         return cost._asdict()
     if run.overwrite and isinstance(place, LocalFolder):
         outputs.refuse_inputs(place.path, [options.teacher, folder, *text_inputs(text)], place.names())
+    overwrite = run.overwrite
     while True:
         try:
             with CacheWriter(
-                out, fingerprint, options.shard_rows, overwrite=run.overwrite, partition=part, lm_head=lm_head
+                out, fingerprint, options.shard_rows, overwrite=overwrite, partition=part, lm_head=lm_head
             ) as writer:
+                overwrite = False  # once: what is there from now on is of this build
                 done = writer.resume_state()
                 if done.finished:
                     say(run, f"{out} is complete already")
@@ -150,15 +153,21 @@ def _open_teacher(
     template = getattr(tokenizer, "chat_template", None)
     about = {"tokenizer_sha256": tokenizer_sha256(tokenizer), "vocab_size": teacher.vocab_size}
     about |= {"teacher": name, "teacher_sha256": sha256, "builder": software}
+    about["packing"] = describe_packing(tokenizer)
     about["chat_template_sha256"] = hashlib.sha256(str(template).encode()).hexdigest() if template else None
     return teacher, tokenizer, folder, about
 
 
-def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMHeadFile | None) -> Fingerprint:
-    """Return what the cache is to hold; `about` are the fields of teacher and tokenizer."""
+def _fingerprint(
+    options: CacheBuildOptions, about: dict[str, Any], lm_head: LMHeadFile | None, noted: Fingerprint | None
+) -> Fingerprint:
+    """Return what the cache is to hold; `about` are the fields of teacher and tokenizer.
+
+    A build `noted` by a version that knew no `tail_entropy` goes on without.
+    """
     run, builders = options.run, Partition.parse(options.builder).builders
     dealt = units(options.text, builders)
-    packing = "documents with bos and eos; attention and positions restart at each"
+    packing = about["packing"]
     if options.positions != "all":
         packing += f"; {options.position_share:g} of the positions drawn by {options.positions}"
     lzma, weights = options.row_codec == "lzma", bool(options.positions != "all" or options.text.weight_field)
@@ -168,7 +177,10 @@ def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMH
     about["dataset"] += f" first {options.num_rows} rows" if options.num_rows else ""
     packing += f"; {'units ' * bool(dealt)}dealt out to {builders} builders" if builders > 1 else ""
     about |= {"packing": packing, "temperatures": tuple(sorted(set(options.temperatures))), "seed": run.seed}
-    arrays = optional_arrays(options.draws_from_tail, options.draws, width, sha256, weights, lzma)
+    drawn = options.draws_from_tail
+    began_without = noted is not None and noted.contents.tail_draws > 0 and not noted.contents.tail_entropy
+    tail_entropy = drawn > 0 and not began_without
+    arrays = optional_arrays(drawn, options.draws, width, sha256, weights, lzma, tail_entropy)
     return Fingerprint(**about, optional_arrays=arrays)
 
 

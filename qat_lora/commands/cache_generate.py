@@ -27,6 +27,7 @@ from qat_lora.files import outputs
 from qat_lora.files.folders import write_text
 from qat_lora.generate.sample import chat_prompt, plain_prompt
 from qat_lora.layers.attention import keeps_state
+from qat_lora.models.end_tokens import end_ids
 from qat_lora.models.kv_cache import begin, step
 from qat_lora.models.load import CausalLM, load_tokenizer
 from qat_lora.models.student import open_student
@@ -49,13 +50,15 @@ def _write_texts(options: CacheGenerateOptions, runtime: Runtime, out: Path) -> 
     options = keep_dtype(options, runtime, outputs.settings_of(out, "cache generate").get("run", [None])[-1])
     write, run = options.write, options.run
     student = open_student(str(write.writer or options.teacher), options.hub, run.dtype)
-    model, generation = student.model, getattr(student.model.module, "generation_config", None)
+    if student.start:
+        say(run, f"{write.writer or options.teacher} writes {student.start_text}")
+    model = student.model
     tokenizer = load_tokenizer(model.tokenizer_folder, options.hub.trust_remote_code)
     model = model.with_vocabulary(min(model.vocab_size, max(tokenizer.get_vocab().values()) + 1))
     fits_positions(model, options.length)
     if keeps_state(model.config):
         raise ConfigError("writer: its layers carry a state, which padding would enter; take one with attention alone")
-    ends = {tokenizer.eos_token_id, *np.ravel(getattr(generation, "eos_token_id", [])).tolist()} - {None}
+    ends = end_ids(model, tokenizer)
     prompts, not_in = _prompts(options, tokenizer), [TextConfig(dataset=path) for path in write.not_in]
     texts_not_in = (make_encoder(tokenizer)(document) for text in not_in for document in open_documents(text))
     known = run_hashes(np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in text)]) for text in texts_not_in)
@@ -137,7 +140,7 @@ def _prompts(options: CacheGenerateOptions, tokenizer: Any) -> list[list[int]]:
         if name not in str(getattr(tokenizer, "chat_template", "")):
             raise ConfigError(f"{name[-8:].strip('_')}: the writer's chat template does not know it; leave it out")
     if options.text.dataset is None:
-        return [[tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]]
+        return [plain_prompt(tokenizer, "")]
     prompts, documents = [], (document for document in open_documents(options.text) if not document.is_blank)
     for document in islice(documents, write.texts and READ_A_ROW * write.texts):
         asked = document.messages or [{"role": "user", "content": "".join(document.parts())}] * write.chat

@@ -225,15 +225,17 @@ def _write_report(
     save_json(report, out / "report.json")
     curves = [out / "recovered" / name for name in LOGS]
     steps, evaluations = map(read_metrics, curves)
-    kls, edge = [line["kl"] for line in steps if "kl" in line], max(1, len(steps) // 25)
+    name = "kl" if any("kl" in line for line in steps) else "kl_bound"
+    kls, edge = [line[name] for line in steps if name in line], max(1, len(steps) // 25)
     lines = [
         f"gap recovered (log perplexity): {report['gap_recovered_log']:.1%}",
         f"KL recovered:                   {report['kl_recovered']:.1%}",
         f"seconds:                        {report['seconds']}",
     ]
     if kls:
-        ends = f"{fmean(kls[:edge]):.4f} to {fmean(kls[-edge:]):.4f}, kept apart {evaluations[0]['kl']:.4f} to"
-        lines.append(f"KL of rows trained on:          {ends} {evaluations[-1]['kl']:.4f}")
+        ends = f"{fmean(kls[:edge]):.4f} to {fmean(kls[-edge:]):.4f}, kept apart {evaluations[0][name]:.4f} to"
+        label = "KL of rows trained on:" if name == "kl" else "lower bound of that KL:"
+        lines.append(f"{label:31} {ends} {evaluations[-1][name]:.4f}")
     continued = {name: PROMPT + _continuation(name, folder, runtime) for name, folder in folders.items()}
     samples = [f"--- {name}\n{text}" for name, text in continued.items()]
     shown = ["the same prompt, continued by each model:", *samples, "", text_table(table), "", *lines]

@@ -1,7 +1,7 @@
 """The command that scores students against their teacher."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -10,6 +10,7 @@ from typing import Any
 
 from qat_lora.cache.tools import overlap
 from qat_lora.config import to_dict
+from qat_lora.data.framing import describe_packing
 from qat_lora.data.packing import make_encoder, pack_rows
 from qat_lora.data.sources import Document, TextConfig, describe_source, open_documents
 from qat_lora.errors import ConfigError
@@ -25,6 +26,7 @@ from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import write_text
 from qat_lora.files.gguf_header import ADAPTER, GGUF
 from qat_lora.layers.calibrate.upcast import upcast
+from qat_lora.models.end_tokens import end_ids
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, tokenizer_sha256
 from qat_lora.models.student import Student, open_student, stored_sizes
 from qat_lora.options import EvalOptions
@@ -54,7 +56,8 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
     students = _open_students(options, tokenizer, teacher.folder)
     main = options.text
-    first = "" if main.dataset is None else Path(main.dataset).name or main.dataset
+    shown = redact(main.dataset or "")
+    first = Path(shown).name or shown
     domains = _named(options.domain, "domain", first)
     texts = {first: main} if main.dataset else {}
     texts |= {name: replace(main, dataset=path, files_from=None) for name, path in domains.items()}
@@ -68,6 +71,7 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     sources = {name: describe_source(text) for name, text in texts.items()}
     settings = {key: value for key, value in to_dict(options).items() if key != "dry_run"}
     settings |= {"weights": identity, "text": sources, "overlap": seen}
+    settings |= {"packing": describe_packing(tokenizer)}
     settings |= {"run": {"dtype": run.dtype, "seed": run.seed}, "kd_cache_dir": cache and redact(cache)}
     inputs = [
         *(word.rpartition("=")[2] for word in (*options.students, *options.domain)),
@@ -96,7 +100,8 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
             for name, source in sources.items():
                 report["texts"][name]["source"] = json.loads(source)
             if prompts is not None:
-                report |= _generate(models, prompts, tokenizer.eos_token_id, decode, options, runtime)
+                ends = end_ids(teacher, tokenizer)
+                report |= _generate(models, prompts, ends, decode, options, runtime)
             tasks: dict[str, Any] = {}
             for name, model in models.items() if manager else ():
                 say(run, f"{name}: {', '.join(options.harness.tasks)}")
@@ -131,6 +136,8 @@ def _open_students(options: EvalOptions, tokenizer: Any, shared: Path) -> dict[s
     for name, folder in _named(options.students, "students", "teacher").items():
         opened[name] = open_student(folder, options.hub, options.run.dtype, shared)
         file = opened[name].model.folder
+        if opened[name].start:
+            say(options.run, f"{name} is scored {opened[name].start_text}")
         if Path(folder).suffix == GGUF and (file.parent / ADAPTER).is_file():
             say(options.run, f"{name} is scored without the {ADAPTER} beside it; for both, name {file.parent}")
         if tokenizer_sha256(load_tokenizer(opened[name].model.tokenizer_folder)) != expected:
@@ -188,13 +195,13 @@ def _figures(tallies: dict[str, Tally], drawn: dict[str, Any]) -> dict[str, dict
 
 
 def _generate(
-    models: dict[str, CausalLM], prompts: Any, eos_id: int | None, decode: Any, options: EvalOptions, runtime: Runtime
+    models: dict[str, CausalLM], prompts: Any, ends: Set[int], decode: Any, options: EvalOptions, runtime: Runtime
 ) -> dict[str, dict[str, Any]]:
     found, samples, new = {}, {}, options.health.generate_tokens
     for name, model in models.items():
         say(options.run, f"{name}: {len(prompts)} continuations of {new} tokens")
         ids = continue_greedily(model, prompts, new, runtime, options.run.quiet)
-        found[name] = health(ids.tolist(), eos_id)
+        found[name] = health(ids.tolist(), ends)
         pairs_of_ids = zip(prompts[:SAMPLES], ids[:SAMPLES].tolist(), strict=True)
         samples[name] = [decode([*prompt, *new_ids]) for prompt, new_ids in pairs_of_ids]
     return {"generation": found, "samples": samples}

@@ -56,6 +56,10 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     tokenizer = load_tokenizer(student.model.tokenizer_folder, options.hub.trust_remote_code)
     module = student.model.module
     origin, weights = read_origin(module.config, adapter), weight_count(module)  # before merging forgets it
+    if student.start:
+        say(run, f"{options.student} is exported {student.start_text}")
+        origin["data of the recovery"] = "none, its adapter is not trained"
+    has_adapter = adapter is not None or student.start is not None
     scores = None if options.scores is None else read_scores(options.scores)
     dtype = (FORMS[options.form].dtype or stored_dtype(base)) if options.dtype == "auto" else options.dtype
     rows = functools.cache(lambda: _text_rows(options, student, adapter, tokenizer))
@@ -90,7 +94,7 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
             card = Card(
                 name, options.form, origin, checkpoint_sha256(base), student.bits_per_weight, result,
                 _command(options, name),
-                usage(options.form, adapter is not None).replace("AutoModelForCausalLM", auto_class(module.config)),
+                usage(options.form, has_adapter).replace("AutoModelForCausalLM", auto_class(module.config)),
                 plan.notes, scores, options.license,
             )  # fmt: skip
             (draft / "README.md").write_text(model_card(card), encoding="utf-8")

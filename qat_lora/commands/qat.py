@@ -20,6 +20,7 @@ from qat_lora.layers.calibrate.fisher import zeros_in
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.convert import bits_per_weight, quant_layers, stored_tensors
 from qat_lora.layers.stacked import apart
+from qat_lora.models.adapter import joint_ranks, ranks_text
 from qat_lora.models.copies import save_with_tensors
 from qat_lora.models.load import CausalLM, load_model
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
@@ -55,6 +56,10 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
     student = None if options.from_scratch else load_model(str(options.checkpoint), options.hub, "float32")
     check_fits(data.rows, next(filter(None, (student, full))))
     check_parts(options, full, student)
+    if student is not None and (joint := joint_ranks(student.folder)):
+        beside = f"beside an adapter of {ranks_text(joint.values())}, which qat drops"
+        remedy = "quantize --joint-rank 0 chooses codes that stand alone"
+        say(run, f"warning: codes of {options.checkpoint} were chosen {beside}; {remedy}")
     plan = TrainingRun("qat", in_steps(options, data, runtime), data, runtime, out)
     always = ("head_k", "train_parts", "weight_gradient", "mergeable", "mergeable_r", "blockwise", "train")
     blocks = ("calibration_rows",) if options.blockwise.blockwise_steps else ()
@@ -104,7 +109,8 @@ def _start(plan: TrainingRun, options: QatOptions, student: CausalLM | None, ful
     folder = out / "quantised" if student is None else student.folder
     if runtime.is_main and student is None:
         own = {name: getattr(options, name) for name in (*MAKING, "model", "kd_cache_dir", "hub")}
-        run = RunConfig(out=str(folder), seed=options.run.seed, quiet=options.run.quiet, json=options.run.json)
+        given = options.run
+        run = RunConfig(out=str(folder), dtype=given.dtype, seed=given.seed, quiet=given.quiet, json=given.json)
         quantize(QuantizeOptions(**own, preset=chosen_preset(options).name, start_rank=0, run=run), runtime)
     if options.blockwise.blockwise_steps:
         if runtime.is_main and not (out / "blockwise").is_dir():
@@ -124,7 +130,8 @@ def _reconstruct(plan: TrainingRun, options: QatOptions, student: CausalLM, full
         if work.parts:
             say(options.run, f"block by block: goes on after {work.parts} layers, which an interrupted run finished")
         how = weights_and_scales, rates, blockwise.blockwise_steps, zeros_in(out), runtime, work, quiet
-        batches = [*cached_calibration_rows(plan.data.rows, options.calibration_rows, options.run.seed)]
+        rows = options.rows_of(plan.data.rows.manifest.fingerprint.length)
+        batches = [*cached_calibration_rows(plan.data.rows, rows, options.run.seed)]
         shares = reconstruct(student, full, batches, BlockTraining(*how))
     tensors = stored_tensors(student.module)
     with atomic_dir(out / "blockwise") as draft:

@@ -14,14 +14,14 @@ from qat_lora.export.gguf_model import architecture
 from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import moved_into
-from qat_lora.layers.calibrate.fisher import Sensitivity, drawn_in_pieces, sensitivities, zeros_in
-from qat_lora.layers.calibrate.fit import FitSettings
+from qat_lora.layers.calibrate.fisher import drawn_in_pieces, sensitivities, zeros_in
+from qat_lora.layers.calibrate.fit import EFFORTS, FitSettings
 from qat_lora.layers.calibrate.quantize import FEWEST_TOKENS, Kept, LayerFitter, Work, quantize_layers, second_moments
 from qat_lora.layers.calibrate.sequential import quantize_sequential
 from qat_lora.layers.calibrate.upcast import upcast
 from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, quant_layers, reach_of, rule_bits
 from qat_lora.layers.lora import Starts
-from qat_lora.models.adapter import save_starts
+from qat_lora.models.adapter import joint_ranks, ranks_text, save_starts
 from qat_lora.models.load import CausalLM, cast, load_model, save_quantised
 from qat_lora.options import QuantizeOptions
 from qat_lora.quant.initialize import NEED_TEXT
@@ -30,7 +30,7 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import large_tensors_apart
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.setup.allocation import allocated, choices, measured_costs
-from qat_lora.setup.common import calibration, say, text_inputs
+from qat_lora.setup.common import calibration, keep_dtype, say, text_inputs
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.types import Batch
 
@@ -45,12 +45,15 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     # A target's own preset is measured later; any reaches the same layers.
     chosen = preset(options.preset, options.keep, options.override, options.quantize_head)
     out = Path(run.out or f"runs/{Path(str(options.model)).name}_{label}")
+    options = keep_dtype(options, runtime, outputs.settings_of(out, "quantize").get("dtype"))
     has_text = bool(options.text.dataset or options.kd_cache_dir)
     if options.init in NEED_TEXT and not has_text:
         raise ConfigError(f"init: {options.init} needs calibration text; give --dataset, --kd-cache-dir or --init mse")
     model = load_model(str(options.model), options.hub, "stored")
     dtype = model.module.dtype  # of its files: what is not quantised leaves in it
-    upcast(model.module)
+    in_bfloat16 = computes_in_bfloat16(options, dtype)
+    if not in_bfloat16:
+        upcast(model.module)
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
     targets = check_reach(model.module, chosen)
@@ -63,6 +66,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     settings = {name: value for name, value in to_dict(options).items() if name not in NO_PART_OF_THE_RESULT}
     settings |= {"seed": run.seed, "model_sha256": checkpoint_sha256(model.folder)}
     settings |= {"start_method": "qera", "calibration": text}
+    settings["dtype"] = "bfloat16" if in_bfloat16 else "float32"
     inputs = [options.model, model.folder, options.kd_cache_dir, *text_inputs(options.text)]
     with outputs.claimed(out, "quantize", settings, run.overwrite, inputs) as complete:
         if complete:
@@ -82,18 +86,21 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             rows = None if batches is None else list(runtime.feed(batches))
             costs = None
             if rows is not None and options.metric == "fisher" and options.init in NEED_TEXT:
-                costs = _sensitivities(options, model, targets, rows, out, work)
+                some = _first_batches(rows, EFFORTS[options.effort].fisher_tokens)
+                costs = _sensitivities(options, model, targets, some, out, work)
             joint, facts = options.rank_of_codes, dict[str, Any]()
             if found is not None:
                 assert rows is not None and costs is not None  # `choices` saw to that
                 measured = measured_costs(options, model, found, rows, costs, runtime, work)
                 chosen, facts = allocated(options, found, measured)
                 targets, joint = check_reach(model.module, chosen), options.start_rank if joint else 0
+            ranks = {} if options.joint_rank == 0 else facts.get("adapter_ranks", {})
             share, reach = reach_of(model.module, chosen, targets)
-            fits = FitSettings(options.init, options.start_rank, joint, solver_device)
+            effort = EFFORTS[options.effort]
+            fits = FitSettings(options.init, options.start_rank, joint, solver_device, effort)
             bar = tqdm(total=len(targets), desc=f"quantise {label} ({options.init})", unit="layer", disable=run.quiet)
             with bar:
-                fitter = LayerFitter(model.module, targets, fits, costs, work, bar, facts.get("adapter_ranks", {}))
+                fitter = LayerFitter(model.module, targets, fits, costs, work, bar, ranks)
                 starts = _fit(options, model, fitter, rows)
         rules = rule_bits(model.module, chosen)
         model.module.to("cpu")
@@ -111,10 +118,14 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         save_json({**result, "rules": rules}, out / "result.json")
         outputs.complete(out)
         remove_pieces(out)
+    of_adapter = joint_ranks(out)
     if facts:
-        ranks = [rank for rank in facts["adapter_ranks"].values() if rank]
-        adapters = f"adapters on {len(ranks)} layers, of rank {max(ranks, default=0)} or less"
-        say(run, f"{facts['bytes'] / 1e6:.3f} MB; {adapters}")
+        counted = f"adapters on {len(of_adapter)} layers included" if of_adapter else "no adapter"
+        say(run, f"{facts['bytes'] / 1e6:.3f} MB, {counted}")
+    if of_adapter:
+        beside = f"codes were chosen for an adapter of {ranks_text(of_adapter.values())}"
+        instead = "give --joint-rank 0 for codes that stand alone"
+        say(run, f"{beside}, with whose start this folder opens; {instead}")
     for rule in rules if len(rules) > 1 else ():
         say(run, f"  {rule['bits_per_weight'] or 'kept':>6}  {rule['layers']:>4} layers  {rule['pattern']}")
     if experts := sorted({name.rpartition(".")[0] for name in fitter.unreached}):
@@ -125,6 +136,14 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     say(run, reach)
     say(run, f"{bits['base']:.2f} bits per weight in {len(targets)} layers, {bits['model']:.2f} in the model, at {out}")
     return out
+
+
+def computes_in_bfloat16(options: QuantizeOptions, stored: torch.dtype) -> bool:
+    """Return whether the model runs on calibration text in bfloat16: if it is stored so and the device multiplies it.
+
+    Sums and solvers are float32 in any case, and a model that is stored in another type runs in float32.
+    """
+    return options.run.dtype == "bfloat16" and stored == torch.bfloat16
 
 
 def _fit(options: QuantizeOptions, model: CausalLM, fitter: LayerFitter, batches: list[Batch] | None) -> Starts:
@@ -138,12 +157,22 @@ def _fit(options: QuantizeOptions, model: CausalLM, fitter: LayerFitter, batches
         return quantize_layers(fitter)
     if options.calibrate_on == "student" and options.init in NEED_TEXT:
         return quantize_sequential(fitter, batches, forward)
-    return quantize_layers(fitter, second_moments(model.module, fitter.targets, batches, forward, fitter.costs))
+    return quantize_layers(fitter, second_moments(model.module, fitter.targets, batches, forward))
+
+
+def _first_batches(batches: list[Batch], tokens: int) -> list[Batch]:
+    """Return as many batches as hold so many tokens; all where they hold fewer."""
+    held = 0
+    for count, batch in enumerate(batches, 1):
+        held += batch["input_ids"].numel()
+        if held >= tokens:
+            return batches[:count]
+    return batches
 
 
 def _sensitivities(
     options: QuantizeOptions, model: CausalLM, targets: Iterable[str], batches: list[Batch], out: Path, work: Work
-) -> dict[str, Sensitivity]:
+) -> dict[str, torch.Tensor]:
     """Return what an error costs at the output of every layer; kept for a run that goes on, because it takes long."""
     names = [name for name in targets if not LM_HEAD.search(name)]
     draws = torch.Generator().manual_seed(options.run.seed)
@@ -159,18 +188,7 @@ def _sensitivities(
     pieces = kept()
     if len(pieces) < len(names):
         found = sensitivities(model.module, names, batches, log_likelihood, options.run.quiet, zeros_in(out))
-        for name in names:
-            cost = found.pop(name)  # its place on the disk is free before the next one is written
-            tokens = {f"tokens.{i}": tokens for i, tokens in enumerate(cost.tokens)}
-            tokens |= {f"which.{i}": seen for i, seen in enumerate(cost.which) if seen is not None}
-            work.keep(f"sensitivity-{name}", {"outputs": cost.outputs_OO, **tokens}, {})
+        for name in names:  # a matrix's place on the disk is free before the next one is written
+            work.keep(f"sensitivity-{name}", {"outputs": found.pop(name)}, {})
         pieces = kept()
-    device = batches[0]["input_ids"].device
-
-    def of_batches(parts: dict[str, torch.Tensor], what: str) -> list[Any]:
-        return [parts[key].to(device) if (key := f"{what}.{i}") in parts else None for i in range(len(batches))]
-
-    return {
-        name: Sensitivity(parts["outputs"], of_batches(parts, "tokens"), of_batches(parts, "which"))
-        for name, (parts, _) in zip(names, pieces, strict=True)
-    }
+    return {name: tensors["outputs"] for name, (tensors, _) in zip(names, pieces, strict=True)}

@@ -24,7 +24,7 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.setup import training
 from qat_lora.setup.common import check_fits, fetch, keep_dtype, run_name, say, text_inputs
-from qat_lora.setup.trainable import check_scales, check_twin, recovery_parts
+from qat_lora.setup.trainable import check_is_student, check_scales, check_twin, joint_warnings, recovery_parts
 from qat_lora.setup.training import TrainingRun, by_replicas, complete_run, in_steps, train_student
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.train.blockwise import BLOCK_LR, BlockTraining, blocks_of, reconstruct
@@ -54,6 +54,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
         data = training.text_training_data(options, model)
     else:
         check_fits(data.rows, model)
+        check_is_student(model, student, data.rows.manifest.fingerprint)
         model = data.with_vocabulary(model)
     if options.checkpoint and options.model and not options.blockwise:
         say(run, f"--model {options.model} is not read: the student is --checkpoint {options.checkpoint}")
@@ -75,10 +76,10 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     starts = load_starts(model.folder) if options.start == "auto" else {}
     torch.manual_seed(run.seed)
     ranks = None if options.lora.recovery_r else allocated_ranks(model.folder)
-    add_lora(model.module, options.lora, starts, ranks)
-    details = getattr(getattr(model.config, "quantization_config", None), "details", {})
-    if ranks is None and (rank := options.lora.rank) < (chosen := details.get("joint_rank", 0)):
-        say(run, f"warning: codes were chosen for rank {chosen}; quantize --joint-rank {rank} ends at a lower KL")
+    adapters = add_lora(model.module, options.lora, starts, ranks)
+    given = {name: len(layer.lora_A) for name, layer in adapters.items()}
+    for warning in joint_warnings(model.folder, given, bool(starts)):
+        say(run, warning)
 
     # A frozen base is multiplied in bfloat16 under autocast, so it is formed in it, once.
     dtype = torch.bfloat16 if loop.autocast else model.module.dtype

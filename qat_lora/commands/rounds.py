@@ -33,6 +33,7 @@ def rounds(options: RoundsOptions, runtime: Runtime) -> Path:
     writing = {"teacher": held.teacher, "writer": out / "run" / "last", "dataset": options.dataset} | where
     writing |= held.contents._asdict() | {"temperatures": ",".join(f"{t:g}" for t in held.temperatures)}
     writing |= {"hidden": bool(held.contents.hidden), "texts": options.round_texts, "weights": None, "lzma": None}
+    writing["tail_entropy"] = None
     writing |= {"row_codec": "lzma"} if held.contents.lzma else {}
     for number, (cache, step) in enumerate(joins.items(), 1):
         if not (cache / MANIFEST).is_file():

@@ -6,7 +6,9 @@ Here the whole state is the cursor {"document": index, "token": offset} of the n
 is encoded again up to the offset. Documents arrive in pieces (`tokenize.py`), so memory depends on no size or number.
 
 A row knows where its documents begin (`doc_starts`), because attention and positions restart there. A document that
-continues in the next row starts anew there. Nothing predicts a document's first token in a row: its `loss_mask` is 0.
+continues in the next row starts anew there, behind the tokenizer's begin tokens (`framing.py`) if it began with them:
+they take places of the row and no loss, and the token behind them counts like any other. Without begin tokens nothing
+predicts a document's first token in a row: its `loss_mask` is 0.
 
 Training without a teacher holds all rows (`TextDataset`): the order is a permutation of them, and a stream could not be
 resumed at an arbitrary step. That is nine bytes a token; longer texts should become a KD cache, read on demand.
@@ -15,10 +17,12 @@ resumed at an arbitrary step. That is nine bytes a token; longer texts should be
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from qat_lora.data.framing import text_frame
 from qat_lora.data.layouts import encode_chat
 from qat_lora.data.shuffle import Indices, ShuffledRows
 from qat_lora.data.sources import Document
@@ -28,7 +32,6 @@ from qat_lora.types import Batch
 
 Tokens = tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]  # ids, and a mask: 1 on those that are targets
 _END: Tokens = ((), ())
-Encode = Callable[[Document], Iterable[Tokens]]  # a document's tokens come in pieces, so a long one need not be held
 OpenDocuments = Callable[[int], Iterable[Document]]  # a fixed series from an index on, as by `open_documents`
 
 
@@ -42,15 +45,31 @@ class PackedRow(NamedTuple):
     weights: np.ndarray | None = None  # float32 [L], of the documents; None where all are 1
 
 
-def make_encoder(tokenizer: Any) -> Encode:
-    """Return the function from documents to tokens.
+@dataclass(frozen=True)
+class Encoder:
+    """A function from documents to their tokens, in pieces, so that a long document need not be held."""
 
-    A text becomes [bos] tokens [eos], each if the tokenizer names it: models that have a bos were trained with it
-    before every document, yet byte-level BPE tokenizers often never add it. A chat is what its template writes, a
-    model's text what it wrote, a blank document no tokens. Special tokens written out in a text become those tokens.
+    encode: Callable[[Document], Iterable[Tokens]]
+    prefix: tuple[int, ...] = ()  # the ids that the tokenizer puts before a text
+
+    def __call__(self, document: Document) -> Iterable[Tokens]:
+        """Return the pieces of a document."""
+        return self.encode(document)
+
+    def repeated(self, ids: Sequence[int] | np.ndarray) -> tuple[int, ...]:
+        """Return what stands before every further piece of a document that begins with `ids`: the prefix, or ()."""
+        return self.prefix if tuple(ids[: len(self.prefix)]) == self.prefix else ()
+
+
+def make_encoder(tokenizer: Any) -> Encoder:
+    """Return the encoder of a tokenizer.
+
+    A text gets the begin and end tokens of `text_frame`; its begin tokens are no targets. A chat is what its template
+    writes, a model's text what it wrote, a blank document no tokens. Special tokens written out in a text become those
+    tokens. TextError: what the tokenizer puts around a text cannot be told.
     """
-    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    before, after = (np.array([] if token is None else [token], np.int32) for token in ends)
+    before, after = text_frame(tokenizer)
+    framed = [(before, np.zeros(len(before), np.uint8))]
 
     def encode(document: Document) -> Iterator[Tokens]:
         if document.is_blank:
@@ -63,22 +82,25 @@ def make_encoder(tokenizer: Any) -> Encode:
         if document.messages is not None:
             return encode_chat(tokenizer, document.messages, document.name)
         pieces = (piece.ids for piece in encode_pieces(tokenizer, document.parts(), document.name))
-        return ((ids, np.ones(len(ids), np.uint8)) for ids in itertools.chain([before], pieces, [after]))
+        counted = ((ids, np.ones(len(ids), np.uint8)) for ids in itertools.chain(pieces, [after]))
+        return itertools.chain(framed, counted)
 
-    return encode
+    return Encoder(encode, tuple(before.tolist()))
 
 
 def pack_rows(
-    documents: Iterable[Document], encode: Encode, length: int, cursor: Mapping[str, int] | None = None
+    documents: Iterable[Document], encode: Encoder, length: int, cursor: Mapping[str, int] | None = None
 ) -> Iterator[PackedRow]:
     """Cut documents into rows of `length` tokens; the rest of the last is a document of padding that counts nothing.
 
     With the `cursor` of the row after which to go on, `documents` begin at its document, and the rows are those that an
     uninterrupted run would yield. A text that a model wrote begins a new row where it does not fit, so that its
-    prompt stays with it. ConfigError: a length below 2; TextError: the text at the cursor is not what it was.
+    prompt stays with it. The cursor counts a document's own tokens, not the begin tokens that later rows repeat.
+    ConfigError: a length that leaves no target; TextError: the text at the cursor is not what it was.
     """
-    if length < 2:
-        raise ConfigError(f"length: {length} tokens a row leave nothing to predict; allowed: 2 or more")
+    fewest = max(2, len(encode.prefix) + 1)
+    if length < fewest:
+        raise ConfigError(f"length: {length} tokens a row leave nothing to predict; allowed: {fewest} or more")
     first, skip = (cursor["document"], cursor["token"]) if cursor else (0, 0)
     row, filled = empty_row(length), 0
     index = first - 1
@@ -88,18 +110,26 @@ def pack_rows(
             yield row._replace(cursor={"document": index, "token": 0})
             row, filled = empty_row(length), 0
         passed = 0  # tokens of the document in earlier pieces
+        repeated: tuple[int, ...] = ()  # with which a row begins that goes on with the document
         pieces = (tokens for tokens in encode(document) if len(tokens[0]))
         for (ids, mask), following in itertools.pairwise(itertools.chain(pieces, [_END])):
+            if not passed:
+                repeated = encode.repeated(ids)
             done = min(max(skip - passed, 0), len(ids))
             while done < len(ids):
-                take = min(length - filled, len(ids) - done)
-                row.input_ids[filled : filled + take] = ids[done : done + take]
-                row.loss_mask[filled : filled + take] = mask[done : done + take]
-                row = weighed(row, slice(filled, filled + take), document.weight)
-                if not filled or passed + done == 0:
+                at = passed + done  # of the document
+                known = () if filled else repeated[:at]
+                start = filled + len(known)
+                take = min(length - start, len(ids) - done)
+                end = start + take
+                row.input_ids[filled:start] = known
+                row.input_ids[start:end] = ids[done : done + take]
+                row.loss_mask[start:end] = mask[done : done + take]
+                row = weighed(row, slice(filled, end), document.weight)
+                if not filled or not at:
                     row.loss_mask[filled] = 0
                     row.doc_starts[filled] = True
-                filled += take
+                filled = end
                 done += take
                 if filled == length:
                     ended = following is _END and done == len(ids)
@@ -152,7 +182,7 @@ def _moved(document: int, token: int, found: str) -> TextError:
     return TextError(f"text: cannot go on at token {token} of document {document}: {found}; {remedy}")
 
 
-def take_eval(open_at: OpenDocuments, encode: Encode, length: int, eval_rows: int) -> tuple[list[PackedRow], int]:
+def take_eval(open_at: OpenDocuments, encode: Encoder, length: int, eval_rows: int) -> tuple[list[PackedRow], int]:
     """Keep the first documents that fill `eval_rows` rows apart; return the rows and the first document for training.
 
     The rest of the last of them is used by neither side. TextError: fewer rows, or nothing left for training.
@@ -174,12 +204,16 @@ def share(open_at: OpenDocuments, first: int = 0, part: int = 0, parts: int = 1)
     return lambda start: itertools.islice(open_at(begin + start * parts), 0, None, parts)
 
 
-def every_token(encode: Encode) -> Encode:
+def every_token(encode: Encoder) -> Encoder:
     """Return an encoder that counts every token as a target, those of prompts too: plain next-token training."""
-    return lambda document: ((ids, np.ones(len(ids), np.uint8)) for ids, _ in encode(document))
+
+    def encode_all(document: Document) -> Iterable[Tokens]:
+        return ((ids, np.ones(len(ids), np.uint8)) for ids, _ in encode(document))
+
+    return replace(encode, encode=encode_all)
 
 
-def answers_only(encode: Encode) -> Encode:
+def answers_only(encode: Encoder) -> Encoder:
     """Return an encoder for fine-tuning on chats: only what the assistant says counts, plain text is a TextError."""
 
     def encode_answers(document: Document) -> Iterable[Tokens]:
@@ -188,7 +222,7 @@ def answers_only(encode: Encode) -> Encode:
             raise TextError(f"objective: sft learns from chats, and {document.name} is plain text; {remedy}")
         return encode(document)
 
-    return encode_answers
+    return replace(encode, encode=encode_answers)
 
 
 class TextDataset(ShuffledRows):
@@ -217,4 +251,4 @@ class TextDataset(ShuffledRows):
 
 
 # What counts as a target under each objective that needs no teacher.
-ENCODERS: dict[str, Callable[[Encode], Encode]] = {"ce": every_token, "sft": answers_only}
+ENCODERS: dict[str, Callable[[Encoder], Encoder]] = {"ce": every_token, "sft": answers_only}

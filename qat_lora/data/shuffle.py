@@ -19,6 +19,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.types import Batch
 
 _ROUNDS = 8
+FULL_WITHIN = 4  # steps of which one is full, unless none is: two epochs' ends may fall on two steps of mixed caches
 Indices = Sequence[int] | np.ndarray  # numbers of rows; -1 for a fully masked one
 Order = Callable[[int, int, int], np.ndarray]  # step, rows of it, seed -> the numbers of its rows
 
@@ -80,6 +81,28 @@ def micro_batches(
         yield from order.reshape(accumulation, replicas, batch_rows)[:, replica]
 
 
+def holding_out(order: Order, rows: int, at: int) -> Order:
+    """Return an order whose step `at` measures: row -1 takes the place of its rows in all other steps.
+
+    These are the rows of the fullest step from `at` on, since an epoch's last one may have few. They are at most half
+    of all `rows`, or those of a small source would leave nothing to train on; a single row is in all steps.
+    """
+
+    def real_rows(numbers: np.ndarray) -> int:
+        return int(np.count_nonzero(numbers >= 0))
+
+    def without(step: int, global_batch_rows: int, seed: int) -> np.ndarray:
+        later = range(at, at + FULL_WITHIN)
+        measured = max((order(number, global_batch_rows, seed) for number in later), key=real_rows)
+        measured[np.flatnonzero(measured >= 0)[max(1, rows // 2) :]] = -1
+        if step == at:
+            return measured
+        numbers = order(step, global_batch_rows, seed)
+        return np.where(np.isin(numbers, measured), -1, numbers) if rows > 1 else numbers
+
+    return without
+
+
 class ShuffledRows(ABC):
     """Rows by number, and their batches in this order."""
 
@@ -103,9 +126,14 @@ class ShuffledRows(ABC):
         seed: int = 0,
         replica: int = 0,
         replicas: int = 1,
+        held_out: int | None = None,
     ) -> Iterator[Batch]:
-        """Yield this replica's micro-batches: `accumulation` for each of `steps` steps (`micro_batches`)."""
-        micro = micro_batches(self.order, start_step, steps, batch_rows, accumulation, seed, replica, replicas)
+        """Yield this replica's micro-batches: `accumulation` for each of `steps` steps (`micro_batches`).
+
+        `held_out` is a step whose rows the other steps do not get (`holding_out`).
+        """
+        order = self.order if held_out is None else holding_out(self.order, len(self), held_out)
+        micro = micro_batches(order, start_step, steps, batch_rows, accumulation, seed, replica, replicas)
         return map(self.rows, micro)
 
     def order(self, step: int, global_batch_rows: int, seed: int) -> np.ndarray:

@@ -10,7 +10,7 @@ All prompts have one length and are one batch, and the position is data: two gra
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,15 +79,15 @@ def _with_next(model: CausalLM, ids_BL: Tensor, hidden_B1H: Tensor, position: Te
     return ids_BL.index_copy(1, position, model.logits(hidden_B1H[:, 0]).argmax(-1, keepdim=True))
 
 
-def health(continuations: Sequence[Sequence[int]], eos_id: int | None) -> dict[str, float]:
-    """Return figures of continuations, each up to its end token.
+def health(continuations: Sequence[Sequence[int]], ends: Set[int]) -> dict[str, float]:
+    """Return figures of continuations, each up to the first of the tokens that end a text.
 
     `repetition` is the share of a continuation's 4-grams that occurred in it before, averaged (fewer than four tokens
     repeat nothing); `distinct_1` and `distinct_2` are different tokens and pairs over all tokens and pairs (Li et al.
-    2016, arXiv:1510.03055); `termination` is the share that reached the end token; `tokens` the mean length.
+    2016, arXiv:1510.03055); `termination` is the share that reached one; `tokens` the mean length.
     """
-    ended = sum(eos_id in ids for ids in continuations)
-    texts = [list(itertools.takewhile(lambda token: token != eos_id, ids)) for ids in continuations]
+    ended = sum(not ends.isdisjoint(ids) for ids in continuations)
+    texts = [list(itertools.takewhile(lambda token: token not in ends, ids)) for ids in continuations]
     grams = {n: [[tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)] for ids in texts] for n in (1, 2, GRAM)}
     repeated = [1 - len(set(of)) / len(of) if of else 0.0 for of in grams[GRAM]]
 

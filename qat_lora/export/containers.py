@@ -37,7 +37,7 @@ from qat_lora.layers.convert import LM_HEAD, quant_layers, tied_embedding
 from qat_lora.layers.experts import has_split_experts
 from qat_lora.layers.quant_linear import QuantLinear, dense_linear
 from qat_lora.models.from_gguf import ggml_type
-from qat_lora.models.load import DTYPES, CausalLM
+from qat_lora.models.load import DTYPES, CausalLM, add_older_names
 from qat_lora.quant.codes import decode, encode, first_value, pack, unpack
 from qat_lora.quant.initialize import QuantizedWeight, quantize_weight
 from qat_lora.quant.scales import Meaning, clip_scale, importance_cost
@@ -233,6 +233,7 @@ def save_packed(
     check_finite(tensors, f"tensors for {out}")
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    add_older_names(out)
 
 
 def dense_tables(module: nn.Module) -> dict[str, nn.Embedding | nn.Linear]:

@@ -30,6 +30,7 @@ from qat_lora.models.load import CausalLM
 from qat_lora.models.student import Student
 from qat_lora.quant.presets import PRESETS, Engine
 from qat_lora.quant.spec import QuantSpec
+from qat_lora.terminal import redact
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ def usage(form: str, adapter: bool) -> str:
 
 
 def display_name(path: str) -> str:
-    """Return a name for people: the last part of a path, a Hub name as it is."""
+    """Return a name for people: the last part of a path or URL without credentials, a Hub name as it is."""
+    path = redact(path)
     is_path = path.startswith((".", "/", "~", "\\")) or path.count("/") > 1 or os.path.exists(path)
     return PurePath(path).name if is_path else path
 

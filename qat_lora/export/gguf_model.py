@@ -26,6 +26,7 @@ from torch import Tensor
 from qat_lora.errors import ModelError
 from qat_lora.extras import require
 from qat_lora.layers.experts import EXPERT
+from qat_lora.models.end_tokens import END_OF_MESSAGE, turn_ends
 from qat_lora.models.from_gguf import GEMMA_27B, tensor_names
 from qat_lora.models.load import CausalLM
 
@@ -259,6 +260,12 @@ def write_vocabulary(writer: Any, vocab: Vocabulary, tokenizer: Any, name: str) 
     for token in ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id"):
         if (index := getattr(tokenizer, token)) is not None:
             getattr(writer, f"add_{token}")(index)
+    ends = turn_ends(tokenizer.chat_template, tokenizer.get_vocab())
+    if (message := ends.pop(END_OF_MESSAGE, None)) is not None:
+        writer.add_eom_token_id(message)
+    if ends:  # else llama.cpp takes any token that looks like one
+        eos = tokenizer.eos_token_id
+        writer.add_eot_token_id(eos if eos in ends.values() else next(iter(ends.values())))
     whole = tokenizer("a")["input_ids"]
     extra = len(whole) - len(tokenizer("a", add_special_tokens=False)["input_ids"])
     writer.add_add_bos_token(bool(extra and whole[0] == tokenizer.bos_token_id))

@@ -26,9 +26,9 @@ from qat_lora.files.checksums import NOTE, STATE, TOKENIZER, check_folder, check
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import lora_layers, merge, quant_layers
 from qat_lora.layers.experts import has_split_experts, join_experts, siblings_of
-from qat_lora.models.adapter import CONFIG, SCALE, WEIGHTS, read_adapter
+from qat_lora.models.adapter import CONFIG, SCALE, WEIGHTS, read_adapter, save_adapter
 from qat_lora.models.copies import GENERATION, copy_files, copy_tokenizer
-from qat_lora.models.load import DTYPES, cast, save_model
+from qat_lora.models.load import DTYPES, add_older_names, cast, save_model
 from qat_lora.models.multimodal import add_rest
 
 BASE = "base"
@@ -62,12 +62,25 @@ def plan_merged(job: ExportJob) -> ExportPlan:
 
 def plan_pair(job: ExportJob) -> ExportPlan:
     """Return what copies a student's adapter and base; ModelError: the student has no adapter."""
-    adapter, base = job.adapter, job.student.model.folder
-    if adapter is None:
+    if job.adapter is None and job.student.start is None:
         raise ModelError(f"student: {job.name} has no adapter; give the folder of a `qat-lora recover` run")
     module = job.student.model.module
     drops = module.config.model_type != "mixtral" and any(map(siblings_of, lora_layers(module)))
-    return ExportPlan(lambda out: save_pair(adapter, base, out), notes=(DROPPED,) if drops else ())
+
+    def write(out: Path) -> None:
+        save_pair(_folder_of_adapter(job, out), job.student.model.folder, out)
+
+    return ExportPlan(write, notes=(DROPPED,) if drops else ())
+
+
+def _folder_of_adapter(job: ExportJob, out: Path) -> Path:
+    """Return the folder of a student's adapter: its own, or `out`, into which its start is written."""
+    if job.adapter is not None:
+        return job.adapter
+    assert job.student.start is not None  # as the callers see to
+    model, base = job.student.model.module, job.student.model.folder
+    save_adapter(model, job.student.start, out, base, checkpoint_sha256(base))
+    return out
 
 
 def save_pair(adapter: Path, base: Path, out: Path) -> None:
@@ -77,9 +90,10 @@ def save_pair(adapter: Path, base: Path, out: Path) -> None:
     (out / BASE).mkdir(parents=True)
     copy_files(base, out / BASE, "model*.safetensors", "model*.index.json", GENERATION, *TOKENIZER)
     save_json(_without_paths(read_object(base / "config.json")), out / BASE / "config.json")
-    seal(out / BASE)
     if info.base_sha256 not in (None, checkpoint_sha256(out / BASE)):
         raise ModelError(f"adapter: {adapter} belongs to another base than {base}, which changed meanwhile")
+    add_older_names(out / BASE)
+    seal(out / BASE)
     save_adapter_copy(adapter, out, BASE, checkpoint_sha256(out / BASE))
     copy_tokenizer(base, out)
     seal(out)
@@ -92,16 +106,21 @@ def with_adapter(job: ExportJob, save: Callable[[Path], None]) -> Callable[[Path
         save(out)
         add_rest(job.student.model, out)
         copy_files(job.student.model.folder, out, GENERATION)
-        if job.adapter is not None:
+        if job.adapter is not None or job.student.start is not None:
             (out / "adapter").mkdir()
-            save_adapter_copy(job.adapter, out / "adapter", "..", checkpoint_sha256(out))
+            adapter = _folder_of_adapter(job, out / "adapter")
+            save_adapter_copy(adapter, out / "adapter", "..", checkpoint_sha256(out))
 
     return write
 
 
 def save_adapter_copy(adapter: Path, out: Path, base: str, base_sha256: str) -> None:
-    """Copy an adapter's weights; write its settings for a base of another name and fingerprint, and the checksums."""
-    shutil.copyfile(adapter / WEIGHTS, out / WEIGHTS)
+    """Copy an adapter's weights; write its settings for a base of another name and fingerprint, and the checksums.
+
+    The adapter may lie in `out` already.
+    """
+    if adapter != out:
+        shutil.copyfile(adapter / WEIGHTS, out / WEIGHTS)
     save_json({**read_object(adapter / CONFIG), "base_model_name_or_path": base}, out / CONFIG)
     note = read_object(adapter / NOTE) if (adapter / NOTE).is_file() else {}
     save_json({**note, "base_sha256": base_sha256}, out / NOTE)
@@ -130,5 +149,7 @@ def plan_state(job: ExportJob) -> ExportPlan:
         for layer in lora_layers(module).values():  # all have one
             setattr(module.config, SCALE, layer.scaling)
         module.config.save_pretrained(out)
+        add_older_names(out)
+        copy_files(job.student.model.folder, out, GENERATION)
 
     return ExportPlan(write)

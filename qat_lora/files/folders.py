@@ -11,6 +11,9 @@ which the kernel drops with the process; a lock *file* would block the next run.
 A file is replaced by one rename. A folder cannot be (rename wants an empty target): the new one is filled under another
 name, the old one is renamed away, the new one takes its name, others' files move over, and the old one is removed last.
 A kill leaves the old folder, the new one, or the old one under its other name, which `restore_dir` renames back.
+
+The other names, `.NAME.new` and `.NAME.old`, are safe in a run's folder alone, whose list says who made them. Elsewhere
+a draft has a name that nothing else has, and takes its place by one rename, which fails where anything is there.
 """
 
 import errno
@@ -21,6 +24,7 @@ import re
 import shutil
 import signal
 import stat
+import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +41,7 @@ _runs: dict[str, set[str]] = {}  # the folders that this process holds, and what
 FAILPOINT_STEPS = ("opened", "started", "written", "synced", "linked", "durable")  # of a commit: `<kind>-<step>`
 Lock = Literal["exclusive", "shared", "waiting"]  # `waiting` is exclusive too, and waits where others are refused
 _reached: Counter[str] = Counter()
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # what renaming a folder says where something is in its place
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 
 
@@ -101,9 +106,9 @@ def ours(path: Path) -> Path:
 
 
 def is_ours(path: Path, folder: str = "") -> bool:
-    """Tell whether a file, or a folder ("/"), is of the run whose folder holds it; in no run's folder everything is."""
+    """Tell whether a file, or a folder ("/"), is of the run whose folder holds it; in no run's folder all files are."""
     _, known, name = _run_of(path)
-    return known is None or name + folder in known
+    return not folder if known is None else name + folder in known
 
 
 def is_part(folder: Path) -> bool:
@@ -209,7 +214,15 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_dir(final: Path) -> Iterator[Path]:
-    """Yield an empty folder to take the place of `final`, where others' files stay, or an OutputExistsError."""
+    """Yield an empty folder to take the place of `final` when the block ends well.
+
+    In a run's folder it also replaces what the run has written there; others' files stay, or are an OutputExistsError.
+    Elsewhere OutputExistsError: `final` is there and no empty folder.
+    """
+    if not is_part(final):
+        with _new_dir(final) as draft:
+            yield draft
+        return
     restore_dir(final)
     draft, old = final.with_name(f".{final.name}.new"), _set_aside(final)
     with _filled(draft):
@@ -226,6 +239,37 @@ def atomic_dir(final: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def _new_dir(final: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes `final` by one rename; OutputExistsError: `final` is no empty folder."""
+    remedy = "exists already; nothing was touched: choose another folder"
+    if final.is_symlink() or final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise OutputExistsError(f"{final}: {remedy}")
+    with _apart(final) as place:
+        draft = place / final.name
+        draft.mkdir()
+        yield draft
+        _files(draft)
+        try:
+            draft.rename(final)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            raise OutputExistsError(f"{final}: {remedy}") from None
+        fsync(final.parent)
+
+
+@contextmanager
+def _apart(final: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `final`, of a name that nothing else has; remove it with what is left in it."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+@contextmanager
 def moved_into(out: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; when the block ends well its files move into `out`, where others' files stay.
 
@@ -233,30 +277,30 @@ def moved_into(out: Path) -> Iterator[Path]:
     OutputExistsError: a file that the run did not write has the name of one that is written.
     """
     draft = out / ".new"
-    with _filled(draft):
-        yield draft
-        names = sorted(_files(draft), key=lambda name: (name.name in LAST, -len(name.parts), name))
+    with _filled(draft) if is_part(draft) else _apart(out / "new") as place:
+        yield place
+        names = sorted(_files(place), key=lambda name: (name.name in LAST, -len(name.parts), name))
         _note(out / name for name in names)
         for name in reversed(names):
             if name.name in LAST:
                 (out / name).unlink(missing_ok=True)
         for name in names:
             (out / name).parent.mkdir(parents=True, exist_ok=True)
-            (draft / name).replace(out / name)
+            (place / name).replace(out / name)
         for folder in {(out / name).parent for name in names}:
             fsync(folder)
-        shutil.rmtree(draft)
+        shutil.rmtree(place)
 
 
 @contextmanager
-def _filled(draft: Path) -> Iterator[None]:
-    """Make an empty folder, remove it if the block fails, and flush its files to disk before anything is moved."""
+def _filled(draft: Path) -> Iterator[Path]:
+    """Yield an empty folder of a run, in the place of one that a kill left there; remove it if the block fails."""
     _note([draft], "/")
     if draft.exists():
         shutil.rmtree(draft)
     draft.mkdir(parents=True)
     try:
-        yield
+        yield draft
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -271,7 +315,7 @@ def _files(draft: Path) -> list[Path]:
 
 
 def restore_dir(final: Path) -> None:
-    """Finish what a kill interrupted: put back a folder that was set aside and not yet replaced."""
+    """Finish what a kill of a run interrupted: put back a folder that was set aside and not yet replaced."""
     old = _set_aside(final)
     if old.is_dir() and is_ours(old, "/"):
         if final.exists():
@@ -281,7 +325,11 @@ def restore_dir(final: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder so that a kill cannot leave a part of it under its name; others' files in it stay."""
+    """Remove a folder so that a kill cannot leave a part of it under its name; others' files in a run's stay."""
+    if not is_part(folder):
+        with _apart(folder) as place:
+            folder.rename(place / folder.name)
+        return
     old = _set_aside(folder)
     _note([old], "/")
     if old.exists():
@@ -291,7 +339,7 @@ def discard(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what kills left of folders that were being made or removed in this one."""
+    """Remove what kills of a run left of folders that were being made or removed in this one."""
     for left in folder.glob(".*"):
         if left.is_dir() and is_ours(left, "/"):
             if left.name.endswith(".new"):
@@ -301,11 +349,9 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _dissolve(old: Path, home: Path) -> None:
-    """Remove what was `home`; what the run did not write goes (back) to `home`."""
+    """Remove what was a run's folder `home`; what the run did not write goes (back) to `home`."""
     _, known, name = _run_of(home)
-    if known is None:
-        shutil.rmtree(old, ignore_errors=True)
-        return
+    assert known is not None
     for folder, folders, names in os.walk(old, topdown=False):
         inside = Path(folder).relative_to(old)
         for part in (*names, *(sub for sub in folders if os.path.islink(f"{folder}/{sub}"))):
@@ -389,8 +435,10 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview], kind: str) -> tu
     """Write a file, whole under a free name; return bytes and sha256. FileExistsError; OSError: nothing is left."""
     partial, digest, size = path.with_name(f".{path.name}.tmp"), hashlib.sha256(), 0
     ours(partial), ours(path)
+    opened = False
     try:
         with open(partial, "xb") as file:
+            opened = True
             failpoint(f"{kind}-opened")
             for number, chunk in enumerate(chunks):
                 file.write(chunk)
@@ -414,7 +462,8 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview], kind: str) -> tu
             os.rename(partial, path)
         failpoint(f"{kind}-linked")
     finally:
-        partial.unlink(missing_ok=True)
+        if opened:  # else the draft is another process's
+            partial.unlink(missing_ok=True)
     fsync(path.parent)
     failpoint(f"{kind}-durable")
     return size, digest.hexdigest()

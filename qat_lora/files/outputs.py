@@ -19,6 +19,7 @@ from qat_lora.errors import DamagedFileError, OutputExistsError
 from qat_lora.files import folders as files
 from qat_lora.files.checksums import sha256_of
 from qat_lora.files.folders import LIST, MARK
+from qat_lora.terminal import redact
 
 HASHED_BELOW_BYTES = 16 << 20  # of a complete run, smaller files are read when it is asked for again, else sizes count
 _NOT_KEPT = ("checkpoints", "tensorboard", "unfinished", "wandb")  # folders that only resuming or watching needs
@@ -65,13 +66,14 @@ def claimed(
 def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool, inputs: Iterable[object] = ()) -> bool:
     """Take a folder, made if missing, for a run; return True where an equal run has completed there.
 
-    `settings` are JSON values that decide the content; `overwrite` removes an earlier run of the same command first;
+    `settings` are JSON values that decide the content, and are written and compared without the credentials of the
+    addresses in them; `overwrite` removes an earlier run of the same command first;
     `inputs` are what the command reads, as it was given: None, URLs and Hub names are passed over.
 
     OutputExistsError: the folder holds another run, an input, or files that are not ours; nothing was touched.
     DamagedFileError: an equal run has completed there, and a file of it is missing or changed.
     """
-    settings, mark = json.loads(json.dumps({"command": command, **settings})), out / MARK
+    settings, mark = _redacted(json.loads(json.dumps({"command": command, **settings}))), out / MARK
     if out.is_file():
         raise OutputExistsError(f"--out {out}: is a file; give a folder")
     out.mkdir(parents=True, exist_ok=True)
@@ -242,7 +244,16 @@ def _read(mark: Path) -> _Mark:
         what = f"{MARK} in it is damaged; --overwrite starts again, if the list in {LIST} is of this command"
         remedy = "else delete the folder by hand, or choose another --out"
         raise OutputExistsError(f"--out {mark.parent}: {what}; {remedy}") from None
-    return found
+    return found._replace(settings=_redacted(found.settings))  # an older release wrote them as they were given
+
+
+def _redacted(value: Any) -> Any:
+    """Return a JSON value with `***` for the credentials of the addresses in it."""
+    if isinstance(value, dict):
+        return {redact(name): _redacted(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_redacted(inner) for inner in value]
+    return redact(value) if isinstance(value, str) else value
 
 
 def _text(settings: Mapping[str, Any], complete: bool, found: Mapping[str, Any]) -> str:

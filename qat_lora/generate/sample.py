@@ -11,7 +11,7 @@ except for the temperature, so both draw from the whole distribution.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,17 +20,20 @@ from typing import Any, NamedTuple
 import torch
 
 from qat_lora.data.file_rows import well_formed
+from qat_lora.data.framing import added_ids
 from qat_lora.data.layouts import Message, render_chat
 from qat_lora.errors import ConfigError, ModelError, TextError
 from qat_lora.extras import require
 from qat_lora.files.checksums import check_folder
-from qat_lora.files.gguf_header import ADAPTER, BASE
+from qat_lora.files.gguf_header import ADAPTER, BASE, read_header
+from qat_lora.models.end_tokens import end_ids, header_end_ids
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.kv_cache import begin, step
 from qat_lora.models.load import CausalLM, load_tokenizer
 from qat_lora.models.student import open_student
 from qat_lora.options import RunConfig
 from qat_lora.runtime.base import Runtime
+from qat_lora.terminal import echo
 
 _WHOLE_DISTRIBUTION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
 
@@ -75,9 +78,9 @@ def stream_ids(
             hidden_B1H = step(model, torch.tensor([[token]]).to(device), torch.tensor([position]).to(device), cache)
 
 
-def until_end(ids: Iterable[int], eos_id: int | None) -> Iterator[int]:
-    """Yield ids up to the end token, which is left out."""
-    return itertools.takewhile(lambda token: token != eos_id, ids)
+def until_end(ids: Iterable[int], ends: Set[int]) -> Iterator[int]:
+    """Yield ids up to the first of the `end_ids`, which is left out."""
+    return itertools.takewhile(lambda token: token not in ends, ids)
 
 
 def stream_text(tokenizer: Any, ids: Iterable[int]) -> Iterator[str]:
@@ -95,9 +98,14 @@ def stream_text(tokenizer: Any, ids: Iterable[int]) -> Iterator[str]:
 
 
 def plain_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """Return the ids of a text to continue, after the begin token where the tokenizer has one."""
-    ids = list(tokenizer(well_formed(prompt), add_special_tokens=False)["input_ids"])
-    return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
+    """Return the ids of a text to continue, behind the begin tokens that the tokenizer adds (`data/framing.py`).
+
+    A text of no ids is one token that a text may follow, the bos or else the eos, if the tokenizer has one.
+    """
+    before, _ = added_ids(tokenizer)
+    ids = [*before.tolist(), *tokenizer(well_formed(prompt), add_special_tokens=False)["input_ids"]]
+    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    return ids or [token for token in (first,) if token is not None]
 
 
 def chat_prompt(tokenizer: Any, messages: list[Message], **switches: Any) -> list[int]:
@@ -112,7 +120,8 @@ def chat_prompt(tokenizer: Any, messages: list[Message], **switches: Any) -> lis
 def continue_text(model: CausalLM, tokenizer: Any, prompt: str, max_new_tokens: int, **settings: Any) -> str:
     """Return the text that follows a prompt; see `stream_ids`."""
     ids = stream_ids(model, plain_prompt(tokenizer, prompt), max_new_tokens, **settings)
-    return tokenizer.decode(list(until_end(ids, tokenizer.eos_token_id)), clean_up_tokenization_spaces=False)
+    ids = until_end(ids, end_ids(model, tokenizer))
+    return tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
 
 
 class Backend(NamedTuple):
@@ -134,14 +143,18 @@ def open_backend(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) ->
 
 
 def _ours(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) -> Backend:
-    model = open_student(name, hub, run.dtype).model
+    student = open_student(name, hub, run.dtype)
+    if student.start and not (run.quiet or run.json):
+        echo(f"{name} is opened {student.start_text}", err=True)  # standard output is the text's
+    model = student.model
     tokenizer = load_tokenizer(model.tokenizer_folder, hub.trust_remote_code)
     runtime.place(model.module)
+    ends = end_ids(model, tokenizer)
     ids_after = partial(stream_ids, model, device=runtime.device, mark_step=runtime.mark_step)
 
     def stream(ids: list[int], new: int, temperature: float, generator: torch.Generator, row: int) -> Iterator[str]:
         tokens = ids_after(ids, new, temperature=temperature, generator=generator, row_length=row)
-        return stream_text(tokenizer, until_end(tokens, tokenizer.eos_token_id))
+        return stream_text(tokenizer, until_end(tokens, ends))
 
     encoders = partial(plain_prompt, tokenizer), partial(chat_prompt, tokenizer)
     templated = bool(getattr(tokenizer, "chat_template", None))
@@ -158,11 +171,13 @@ def _llama_cpp(folder: Path) -> Backend:
     except (ValueError, RuntimeError) as error:
         raise ModelError(f"model: llama.cpp does not load {folder / BASE}: {error}") from None
     template = llama.metadata.get("tokenizer.chat_template")
+    ends = header_end_ids(read_header(folder / BASE).settings) | {llama.token_eos()}
 
     def encode_text(text: str) -> list[int]:
         ids: list[int] = llama.tokenize(text.encode(), add_bos=False)
-        begin = llama.metadata.get("tokenizer.ggml.bos_token_id")  # as `plain_prompt`; the file says not to add it
-        return ids if begin is None else [int(begin), *ids]
+        begin = llama.metadata.get("tokenizer.ggml.bos_token_id")
+        adds = llama.metadata.get("tokenizer.ggml.add_bos_token") == "true" or not ids  # as `plain_prompt`
+        return [int(begin), *ids] if adds and begin is not None else ids
 
     def encode_chat(messages: list[Message]) -> list[int]:
         if template is None:
@@ -179,7 +194,7 @@ def _llama_cpp(folder: Path) -> Backend:
     def stream(ids: list[int], new: int, temperature: float, generator: torch.Generator, _: int) -> Iterator[str]:
         llama.set_seed(int(torch.randint(2**31, (), generator=generator)))
         tokens = itertools.islice(llama.generate(ids, temp=temperature, **_WHOLE_DISTRIBUTION), new)
-        return stream_text(SimpleNamespace(decode=decode), until_end(tokens, llama.token_eos()))
+        return stream_text(SimpleNamespace(decode=decode), until_end(tokens, ends))
 
     description = f"llama.cpp {llama_cpp.__version__} on the CPU"
     return Backend(description, llama.n_ctx(), template is not None, encode_text, encode_chat, stream)

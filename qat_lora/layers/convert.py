@@ -170,7 +170,8 @@ def add_lora(
     given = dict.fromkeys(layers, config.rank) if ranks is None else ranks
     targets = {name: given[name] for name in layers if re.search(pattern, name) and name in given}
     if not targets:
-        why = "its target size left no layer an adapter" if ranks == {} else f"{pattern!r} matches no linear layer"
+        no_rank = "its target size left no layer an adapter, so give --recovery-r for one beyond it"
+        why = no_rank if ranks == {} else f"{pattern!r} matches no linear layer"
         raise ConfigError(f"lora_targets: {why}; there are: {_some(list(layers))}")
     unknown = sorted(set(start or {}) - set(layers))
     if unknown:

@@ -175,16 +175,36 @@ class DenseTerm:
 
 @dataclass(frozen=True, eq=False)
 class KLTerm(TopKTerm):
-    """The KL at temperature 1, for the log: no gradient; beside the same ids as top K, or labels or draws at T = 1."""
+    """The KL at temperature 1, for the log: no gradient; beside the same ids as top K, or labels or draws at T = 1.
+
+    With D draws from the tail it is Σ_topK t log(t/p) - m/D Σ_d log p, unbiased but for the teacher's entropy on its
+    tail, a constant that is the caller's to subtract. Without draws it is the lower bound `ghost`.
+    """
 
     weight: float = 0.0
     name: str = "kl"
+    draw_ids_ND: Tensor | None = None  # int64
 
-    def loss(self, log_p_NK: Tensor, log_rest_N: Tensor | None) -> Tensor:
-        """Return the KL at N positions; without log(1 - b), the noise of 1 - Σ p is in it, some 1e-6 in float32."""
+    @property
+    def ids_NE(self) -> Tensor:
+        """The ids whose logits are read: top K, then draws."""
+        ids_NK = self.teacher.ids_NK
+        return ids_NK if self.draw_ids_ND is None else torch.cat([ids_NK, self.draw_ids_ND], 1)
+
+    def loss(self, log_p_NE: Tensor, log_rest_N: Tensor | None) -> Tensor:
+        """Return the value at N positions from log p at `ids_NE`, and log(1 - b), which only `ghost` reads.
+
+        Without log(1 - b), the noise of 1 - Σ p is in `ghost`, some 1e-6 in float32.
+        """
+        log_t_NK, log_m_N = (x.to(log_p_NE.dtype) for x in self.teacher[1:3])
+        if self.draw_ids_ND is not None:
+            entries, draws = log_t_NK.shape[1], self.draw_ids_ND.shape[1]
+            log_p_NK, log_p_ND = log_p_NE.split([entries, draws], 1)
+            topk_N = weighted(log_t_NK.exp(), log_t_NK - log_p_NK).sum(1)
+            return topk_N - weighted(log_m_N.exp(), log_p_ND.mean(1))
         if log_rest_N is None:
-            log_rest_N = (1 - log_p_NK.exp().sum(1)).clamp_min(torch.finfo(log_p_NK.dtype).eps).log()
-        return ghost(log_p_NK, log_rest_N, *(x.to(log_p_NK.dtype) for x in self.teacher[1:3])).loss_N
+            log_rest_N = (1 - log_p_NE.exp().sum(1)).clamp_min(torch.finfo(log_p_NE.dtype).eps).log()
+        return ghost(log_p_NE, log_rest_N, log_t_NK, log_m_N).loss_N
 
 
 Term = TopKTerm | PointTerm | DenseTerm | KLTerm
@@ -205,7 +225,8 @@ def sampled_term(ids_ND: Tensor, weight: float | Tensor = 1.0, temperature: floa
 def hybrid_terms(teacher: SparseTeacher, draw_ids_ND: Tensor, weight: float | Tensor = 1.0) -> list[Term]:
     """Return an exact top K plus D draws from the tail, each worth m / D: an unbiased gradient of the full KL.
 
-    The value lacks the teacher's entropy on its tail, a constant, so it does not reach zero at p = t.
+    The value lacks the teacher's entropy on its tail, a constant, so it does not reach zero at p = t; a cache's
+    `tail_entropy` is that constant.
     """
     shares_N1 = teacher.log_tail_N.exp()[:, None] / draw_ids_ND.shape[1]
     draws = PointTerm(draw_ids_ND, shares_N1.expand(draw_ids_ND.shape), weight, "kd", teacher.temperature)

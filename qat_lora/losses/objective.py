@@ -6,8 +6,10 @@ carries T². `anchor`, the distance to the student before training, has rows of 
 micro-batch. The config alone decides which terms exist, and their weights at a step come in separately: a term that
 disappeared once its weight had annealed to 0 would change the compiled graph.
 
-It also gives `kl` for the log, the distance that evaluations report: `hybrid` and `sampled` lack the teacher's entropy
-(held by caches of draws alone), T² scales a softened term, so no loss is it but that of `ghost` and `full` at T = 1.
+It also gives the KL at T = 1 for the log, the distance that evaluations report, whatever is minimised. It is `kl` only
+where it is that of the whole vocabulary: by `full`, or unbiased by draws with the teacher's entropy on what they stand
+for, which the cache holds as one number a row (`entropy` of draws alone, `tail_entropy` of draws from the tail). Where
+there is neither, it is the bound of `ghost` and is called `kl_bound`: at a real vocabulary, half of the KL.
 
 A sparse teacher is only correct with the mass of its tail at the same temperature, 1 - Σ_topK exp(z/T)/Z_T, which only
 the cache's builder saw: a temperature that the batch does not carry is refused. Draws are right at T = 1 only.
@@ -35,6 +37,7 @@ EstimatorName = Literal[
 """`auto`: `hybrid` (better at every K, docs/numerics.md) where the cache has draws from the tail, else `ghost`."""
 OPTIONAL_ARRAYS = {"hybrid": ("tail_draw_ids",), "sampled": ("draw_ids",), "full": ("teacher_hidden",)}
 """Keys of a batch that an estimator needs beyond top K and tail mass; a cache has them on request only."""
+KL_NAMES = ("kl", "kl_bound")  # of the KL to the teacher at T = 1, and of a number that lies below it
 _BUILD_FLAGS = {"tail_draw_ids": "--tail-draws 8", "draw_ids": "--draws 32", "teacher_hidden": "--hidden"}
 
 _weight = functools.partial(option, min=0)
@@ -108,11 +111,23 @@ class ObjectiveConfig:
         """Bytes of float32 logits that the loss holds at once; a CPU's until the device was asked."""
         return CHUNK_BYTES if self.loss_chunk_mb is None else self.loss_chunk_mb * 2**20
 
-    def logs_kl(self, arrays: Container[str]) -> bool:
-        """Return whether `objective_loss` gives `kl` for batches with these arrays."""
-        terms = self.weights_at(0.0).keys()
-        exact = (self.estimator == "full" or "entropy" in arrays) and "kd" in terms
-        return exact or ("head_ids" in arrays and "lse" in arrays and bool(terms & {"kd", "ce", "hard_top1"}))
+    @property
+    def is_dense(self) -> bool:
+        """Whether the term `kd` is the exact KL over the vocabulary."""
+        return self.estimator == "full" and self.kd_weight > 0
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether a term reads the student's logits, beside which a KL can be measured."""
+        return bool(self.weights_at(0.0).keys() & {"kd", "ce", "hard_top1"})
+
+    def kl_name(self, arrays: Container[str]) -> Literal["kl", "kl_bound"] | None:
+        """Return what `objective_loss` gives for batches with these arrays: the `kl`, a bound of it, or neither."""
+        if self.is_dense or (self.kd_weight > 0 and "entropy" in arrays):
+            return "kl"
+        if not (self.reads_logits and "head_ids" in arrays and "lse" in arrays):
+            return None
+        return "kl" if "tail_entropy" in arrays else "kl_bound"
 
     @property
     def topk_user(self) -> str | None:
@@ -134,7 +149,8 @@ class ObjectiveConfig:
         """Return what a step reads as data: its weights and, where the temperature moves on at every step, `T`."""
         if self.temperature_end is None:
             return self.weights_at(progress)
-        temperature = self.temperature + (self.temperature_end - self.temperature) * progress
+        # T(p) = T_0 + (T_1 - T_0) p. Trials of `--lr auto` measure one step after their end, where p is above 1.
+        temperature = self.temperature + (self.temperature_end - self.temperature) * min(max(progress, 0.0), 1.0)
         return self.weights_at(progress) | {"T": temperature}
 
 
@@ -180,16 +196,10 @@ def objective_loss(
         terms.append(estimators.label_term(batch["input_ids"][:, 1:].reshape(-1), weights["ce"], "ce"))
     if "hard_top1" in names:
         terms.append(estimators.label_term(batch["head_ids"][..., 0].reshape(-1), weights["hard_top1"], "hard_top1"))
-    estimator = choose_estimator(config, batch)
-    softened = config.temperature != 1.0 or config.temperature_end is not None
-    kd_is_kl = "kd" in names and ("entropy" in batch or estimator in ("ghost", "full") and not softened)
-    if config.logs_kl(batch) and not kd_is_kl:
-        if isinstance(kd := terms[0], DenseTerm):
-            terms.append(replace(kd, weight=0.0, name="kl", temperature=1.0))
-        else:
-            teacher = sparse_teacher_from_batch(batch)
-            teacher = teacher._replace(ids_NK=kd.teacher.ids_NK) if isinstance(kd, TopKTerm) else teacher
-            terms.append(estimators.KLTerm(teacher))
+    kl_name = config.kl_name(batch)
+    kd_is_it = kl_name is not None and _kd_is_kl(config, batch)
+    if kl_name is not None and not kd_is_it:
+        terms.append(_kl_term(terms[0], batch, kl_name))
     parts: list[LossSum] = []
     if terms:
         walk = "positions" if config.loss_walk == "auto" else config.loss_walk
@@ -204,11 +214,37 @@ def objective_loss(
         parts.append(LossSum(error_sum * weights["hidden"], count, {"hidden": error_sum.detach()}))
     loss_sum = parts[0].loss_sum if len(parts) == 1 else parts[0].loss_sum + parts[1].loss_sum
     by_name = {name: x for part in parts for name, x in part.terms.items()}
-    if kd_is_kl:
-        by_name["kl"] = by_name["kd"]
-        if "entropy" in batch:
-            by_name["kl"] = by_name["kd"] - (mask_N.reshape(len(hidden_BLH), -1).sum(-1, True) * batch["entropy"]).sum()
+    if kl_name is not None and kd_is_it:
+        by_name[kl_name] = by_name["kd"]
+    if kl_name == "kl" and not config.is_dense:  # of draws, which lack the teacher's entropy
+        entropy_B1 = batch["entropy"] if "entropy" in batch else batch["tail_entropy"]
+        counts_B1 = mask_N.reshape(len(hidden_BLH), -1).sum(-1, True)
+        by_name["kl"] = by_name["kl"] - (counts_B1 * entropy_B1).sum()
     return LossSum(loss_sum, parts[0].token_count, by_name)
+
+
+def _kd_is_kl(config: ObjectiveConfig, batch: Batch) -> bool:
+    """Return whether the term `kd` is what the log gives as the KL or its bound, but for the teacher's entropy."""
+    if config.kd_weight == 0 or config.temperature != 1.0 or config.temperature_end is not None:
+        return False
+    if config.is_dense or "entropy" in batch:
+        return True
+    estimator = choose_estimator(config, batch)
+    if "tail_entropy" not in batch:
+        return estimator == "ghost"
+    # With the first of the draws alone it would be unbiased too, but vary more: the entropy is that of all.
+    return estimator == "hybrid" and config.draws in (None, batch["tail_draw_ids"].shape[-1])
+
+
+def _kl_term(first: Term, batch: Batch, name: Literal["kl", "kl_bound"]) -> Term:
+    """Return the term that measures the KL or its bound at T = 1 beside a `first` term, without a gradient."""
+    if isinstance(first, DenseTerm):
+        return replace(first, weight=0.0, name=name, temperature=1.0)
+    teacher = sparse_teacher_from_batch(batch)
+    if isinstance(first, TopKTerm):  # one softmax, since the ids are the same
+        teacher = teacher._replace(ids_NK=first.teacher.ids_NK)
+    draw_ids_ND = wanted(batch, "tail_draw_ids", "kl").long() if name == "kl" else None
+    return estimators.KLTerm(teacher, name=name, draw_ids_ND=draw_ids_ND)
 
 
 def choose_estimator(config: ObjectiveConfig, arrays: Container[str]) -> EstimatorName:

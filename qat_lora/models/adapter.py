@@ -10,12 +10,13 @@ wrong order, or rounded too far, shows here. Factors keep the type that their fi
 import functools
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -175,11 +176,47 @@ def load_starts(folder: Path) -> dict[str, Factors]:
         return _paired(tensors, ("lora_A", "lora_B"))
 
 
-def allocated_ranks(folder: Path) -> dict[str, int] | None:
-    """Return the ranks by layer of a checkpoint made for a target size, those of its starts; None for any other."""
+def _details(folder: Path) -> dict[str, Any]:
+    """Return what `quantize` noted of a checkpoint in its config.json, {} for any other place."""
     config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
-    details = (config.get("quantization_config") or {}).get("details") or {}
-    return {name: len(start.a_RI) for name, start in load_starts(folder).items()} if details.get("target") else None
+    quantization = config.get("quantization_config")
+    details = quantization.get("details") if isinstance(quantization, dict) else None
+    return details if isinstance(details, dict) else {}
+
+
+def allocated_ranks(folder: Path) -> dict[str, int] | None:
+    """Return the ranks by layer, those above 0, that a target size chose for a checkpoint; None for any other."""
+    ranks = _details(folder).get("adapter_ranks")
+    return None if ranks is None else {name: rank for name, rank in ranks.items() if rank}
+
+
+def joint_ranks(folder: Path) -> dict[str, int]:
+    """Return by layer the rank of the adapter beside which a checkpoint's codes were chosen.
+
+    The adapter is the first columns of the checkpoint's starts; {} where codes stand alone, or no start is there.
+    ModelError: the file of starts is damaged, or what is noted are no ranks.
+    """
+    file = folder / STARTS
+    if not file.is_file():
+        return {}
+    what, remedy = f"start: {file} cannot be read", "quantise the model again"
+    with errors_explained(ModelError, what, SafetensorError, *OF_DATA, remedy=remedy):
+        most: dict[str, int] = {}
+        with safe_open(file, "pt") as stored:
+            for name in stored.keys():  # noqa: SIM118
+                if name.endswith(".lora_A"):
+                    most[name.removesuffix(".lora_A")] = stored.get_slice(name).get_shape()[0]
+        ranks = allocated_ranks(folder)
+        if ranks is None:
+            ranks = dict.fromkeys(most, _details(folder).get("joint_rank", 0))
+        known = {name: min(rank, most[name]) for name, rank in ranks.items() if name in most}
+        return {name: rank for name, rank in known.items() if rank > 0}
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return the ranks of an adapter's layers for people: `rank 16`, or the highest of several."""
+    found = {*ranks}
+    return f"rank {max(found)}" + (" or less" if len(found) > 1 else "")
 
 
 def engine_adapter(folder: Path) -> Path | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from transformers.core_model_loading import apply_renamings
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as hf_logging
 
 from qat_lora.errors import ModelError, errors_explained
@@ -40,7 +41,8 @@ from qat_lora.layers.convert import quant_layers, tied_embedding
 from qat_lora.layers.experts import Experts, split_experts
 from qat_lora.layers.recurrent import keep_documents_apart, split_documents
 from qat_lora.models import from_gguf, packed
-from qat_lora.models.copies import copy_tokenizer
+from qat_lora.models.config_names import with_older_names, without_type
+from qat_lora.models.copies import GENERATION, copy_files, copy_tokenizer
 from qat_lora.models.hf_quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
 from qat_lora.models.hub import DEFAULT_HUB, HubConfig
 from qat_lora.models.multimodal import add_rest, auto_class, cut_to_text, sees
@@ -415,6 +417,7 @@ def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str
     save_model(model.module, out)
     add_rest(model, out)
     copy_tokenizer(model.folder, out)
+    copy_files(model.folder, out, GENERATION)
     checksums.seal(out)
 
 
@@ -423,13 +426,43 @@ def save_model(module: Any, out: Path) -> None:
     check_finite(module.state_dict(), f"model for {out}")
     with _quiet():
         module.save_pretrained(out)
+    add_older_names(out)
+
+
+def add_older_names(folder: Path) -> None:
+    """Add to a folder's config.json the names that engines other than transformers 5 read.
+
+    Some families never had the older names of rotary positions, and their classes would lose the
+    positions to them: these get none.
+    """
+    file = folder / "config.json"
+    config = checksums.read_object(file)
+    wanted = _positions_read(folder, config)
+    _write_config(file, with_older_names(config))
+    if _positions_read(folder, config) != wanted:
+        _write_config(file, with_older_names(config, positions=False))
+
+
+def _positions_read(folder: Path, config: dict[str, Any]) -> Any:
+    """Return the rotary settings that transformers reads in a folder, None where it refuses to."""
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        return None
+    with _quiet(), suppress(Exception):  # of any kind: a class checks its settings by itself
+        text = CONFIG_MAPPING[kind].from_pretrained(folder).get_text_config()
+        return without_type(getattr(text, "rope_parameters", None))
+    return None
+
+
+def _write_config(file: Path, config: dict[str, Any]) -> None:
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 END_OF_TEXT = "<|endoftext|>"
 
 
 def make_tokenizer(texts: Iterable[str], vocab_size: int, out: Path) -> None:
-    """Train a byte-level BPE tokenizer and write it as a Hugging Face tokenizer; id 0 begins and ends documents."""
+    """Train a byte-level BPE tokenizer and write it as a Hugging Face tokenizer; id 0 ends documents."""
     trained, ends = ByteLevelBPETokenizer(), [END_OF_TEXT]
     trained.train_from_iterator(texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=ends)
     tokenizer = Tokenizer.from_str(trained.to_str())

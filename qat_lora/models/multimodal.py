@@ -15,6 +15,7 @@ from torch import nn
 
 from qat_lora.errors import ModelError
 from qat_lora.files.checksums import model_files, read_object
+from qat_lora.models.config_names import with_older_names
 from qat_lora.models.copies import GENERATION, copy_files
 
 FAMILIES = (
@@ -68,8 +69,10 @@ def add_rest(model: Any, out: Path) -> None:
     config = {key: value for key, value in config.items() if key != "quantization_config"}
     config |= {key: value for key, value in written.items() if key == "quantization_config"}
     if "preset" not in config.get("quantization_config", ()):  # codes are beside dense tensors of the type that was
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = written["dtype"]
+        config.pop("torch_dtype", None)
+        config["dtype"] = written["dtype"]
     for part in (config, config["text_config"]):
         part["tie_word_embeddings"] = written.get("tie_word_embeddings", model.module.config.tie_word_embeddings)
+    config = with_older_names(config)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     copy_files(model.folder, out, GENERATION)

@@ -1,7 +1,9 @@
 """Open whatever a user names as a model: a plain folder, a quantised one, an adapter, a run's output, an export.
 
 An export is opened as what it holds, not as what it was made from: that shows what another tool will compute. A folder
-of another tool's codes, or a GGUF file, is read as dense weights, with its adapter on them.
+of another tool's codes, or a GGUF file, is read as dense weights, with its adapter on them. Codes that `quantize` chose
+beside an adapter are opened with the start of that adapter, as if a run of no steps had exported it: alone they have
+several times the KL.
 """
 
 import os
@@ -10,9 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qat_lora.errors import ModelError
-from qat_lora.files.checksums import checkpoint_sha256, model_files
+from qat_lora.files.checksums import checkpoint_sha256, model_files, sha256_of
 from qat_lora.files.gguf_header import BASE, GGUF, read_header
-from qat_lora.layers.convert import bits_per_weight, lora_layers, prepare_base, quant_layers, weight_count
+from qat_lora.layers.convert import add_lora, bits_per_weight, lora_layers, prepare_base, quant_layers, weight_count
+from qat_lora.layers.lora import LoraConfig
 from qat_lora.models import adapter as adapters
 from qat_lora.models.from_gguf import check_tokens
 from qat_lora.models.hub import DEFAULT_HUB, HubConfig, local_folder
@@ -27,12 +30,27 @@ class Student:
     bits_per_weight: float | None  # of the quantised layers, adapter included; None where there are no codes of ours
     sha256: str  # fingerprint of its weights, adapter included
     sizes: dict[str, float]  # of its files of weights, as `stored_sizes`
+    start: LoraConfig | None = None  # of an adapter start on it, beside which its codes were chosen
+
+    @property
+    def start_text(self) -> str:
+        """Words for people on the adapter start that is on it, empty where there is none."""
+        if self.start is None:
+            return ""
+        ranks = (len(layer.lora_A) for layer in lora_layers(self.model.module).values())
+        return f"with its adapter start of {adapters.ranks_text(ranks)}"
 
 
-def stored_sizes(model: CausalLM, adapter: Path | None = None) -> dict[str, float]:
-    """Return the MB of a model's files of weights, its adapter's included, and their bits over all its weights."""
+def stored_sizes(model: CausalLM, adapter: Path | None = None, start: bool = False) -> dict[str, float]:
+    """Return the MB of a model's files of weights, its adapter's included, and their bits over all its weights.
+
+    Of a `start` count the factors in use, in float16: its file holds columns to spare.
+    """
     files = {*model_files(model.folder), *([adapter] if adapter else [])}
     stored_bytes = sum(file.stat().st_size for file in files)
+    if start:
+        layers = lora_layers(model.module).values()
+        stored_bytes += sum(2 * (layer.lora_A.numel() + layer.lora_B.numel()) for layer in layers)
     bits = 8 * (stored_bytes - sum(model.rest.values())) / weight_count(model.module)
     return {"size_mb": round(stored_bytes / 1e6, 3), "bits_over_all_weights": round(bits, 3)}
 
@@ -81,7 +99,10 @@ def with_tokenizer(model: CausalLM, places: Iterable[str | Path | None]) -> Caus
 def open_student(
     name: str, hub: HubConfig = DEFAULT_HUB, dtype: str = "float32", tokenizer: Path | None = None
 ) -> Student:
-    """Load what a name means, a GGUF file with this `tokenizer`'s folder; ModelError: it, or its base, is not there."""
+    """Load what a name means, a GGUF file with this `tokenizer`'s folder; ModelError: it, or its base, is not there.
+
+    A quantised folder whose codes were chosen beside an adapter has the start of that adapter on it.
+    """
     adapter, place = adapter_folder(name), Path(name).expanduser()
     if adapter is not None:
         name, hub = str(base_folder(adapter)), replace(hub, revision=None)
@@ -96,6 +117,7 @@ def open_student(
     beside = None if adapter else adapters.engine_adapter(model.folder if model.folder.is_dir() else place)
     if beside:
         adapters.load_engine_adapter(model, beside)
+    start = None if adapter or beside else _put_start(model)
     bits, sha256 = None, checkpoint_sha256(model.folder)
     if quant_layers(model.module):
         bits = bits_per_weight(model.module)["with_adapter" if lora_layers(model.module) else "base"]
@@ -103,4 +125,17 @@ def open_student(
     model.module.requires_grad_(False)
     if whole := adapter or beside:
         sha256 += checkpoint_sha256(whole)
-    return Student(model, bits, sha256, stored_sizes(model, adapter / adapters.WEIGHTS if adapter else beside))
+    elif start is not None:
+        sha256 += sha256_of(model.folder / adapters.STARTS)
+    file = adapter / adapters.WEIGHTS if adapter else beside
+    return Student(model, bits, sha256, stored_sizes(model, file, start is not None), start)
+
+
+def _put_start(model: CausalLM) -> LoraConfig | None:
+    """Put the start beside which codes were chosen onto them; return its shape, None for other codes."""
+    ranks = adapters.joint_ranks(model.folder)
+    if not ranks:
+        return None
+    config = LoraConfig(recovery_r=max(ranks.values()))
+    add_lora(model.module, config, adapters.load_starts(model.folder), ranks)
+    return config

@@ -96,7 +96,8 @@ def quantize_advice(options: QuantizeOptions) -> str:
     """Return what to lower in `quantize`, which holds the weights and what calibration keeps."""
     has_text = options.text.dataset is not None or options.kd_cache_dir is not None
     fits_text = has_text and options.init in NEED_TEXT
-    rows, length = options.calibration_rows, options.calibration_length
+    length = options.calibration_length
+    rows = options.rows_of(length)
     return _try(
         f"--calibration-rows {rows // 2}" if has_text and rows > 1 else "",
         f"--calibration-length {length // 2}" if options.text.dataset is not None and length > 3 else "",
@@ -125,7 +126,7 @@ def qat_advice(options: QatOptions) -> str:
     """Return what to lower in `qat`; its parts are what `--dry-run` shows."""
     again, batch, chunk = _loop_answers(options)
     less = "--mergeable instead of training whole weights" if "weights" in options.train_parts else ""
-    rows = f"--calibration-rows {options.calibration_rows // 2}" if options.from_scratch else ""
+    rows = "a smaller --calibration-rows" if options.from_scratch else ""
     fits = _fit_answers(options) if options.from_scratch and options.init in NEED_TEXT else ()
     answers = _try(again, batch, f"--loss-chunk-mb {chunk // 2}" if chunk > 1 else "", less, rows, *fits)
     return f"{answers}; --dry-run shows the parts"

@@ -19,7 +19,7 @@ from qat_lora.export.forms import FORMS, layer_bytes, other_bytes
 from qat_lora.files.gguf_header import BASE
 from qat_lora.layers.calibrate.upcast import PIECE
 from qat_lora.layers.convert import quant_layers, weight_count
-from qat_lora.models.adapter import read_adapter
+from qat_lora.models.adapter import joint_ranks, read_adapter
 from qat_lora.models.hub import local_folder
 from qat_lora.models.load import DTYPES, stored_dtype
 from qat_lora.models.student import adapter_folder, local_base
@@ -86,7 +86,12 @@ def plan_export(options: ExportOptions) -> DryRun:
         disk += other_bytes(form.engine, shapes.module, layers, width)
         disk += sum(layer_bytes(form.engine, x.spec, x.out_features, x.in_features) for x in layers.values())
         disk += int(tables * ((options.embedding_bits or 4.5) - 4.5)) // 32
-        disk += sum(file.stat().st_size for file in adapter.glob("*.safetensors")) if adapter else 0
+        if adapter:
+            disk += sum(file.stat().st_size for file in adapter.glob("*.safetensors"))
+        else:  # the start beside which codes were chosen, in float16
+            ranks = joint_ranks(Path(student).expanduser())
+            for name, layer in layers.items():
+                disk += 2 * ranks.get(name, 0) * (layer.in_features + layer.out_features)
     else:
         disk = sizes["written"] = disk + width * weight_count(shapes.module)
     has_text = options.text.dataset is not None or cache_of_run(adapter) is not None

@@ -11,8 +11,9 @@ from qat_lora.cache.storage.store import read_manifest
 from qat_lora.errors import ModelError
 from qat_lora.layers import convert
 from qat_lora.layers.calibrate.fisher import MOST_LOGITS, fisher_bytes, kept_shape
-from qat_lora.layers.calibrate.fit import FOLLOWED, ITERATIONS, OVERSAMPLED, TURN_ROUNDS, TURNS
+from qat_lora.layers.calibrate.fit import EFFORTS, FOLLOWED, ITERATIONS, OVERSAMPLED, TURN_ROUNDS, Effort
 from qat_lora.layers.calibrate.upcast import PIECE
+from qat_lora.layers.lora import of_one_input
 from qat_lora.models.load import cast
 from qat_lora.options import EstimateOptions, QuantizeOptions
 from qat_lora.plan.devices import Device, likely
@@ -20,7 +21,7 @@ from qat_lora.plan.memory import GIB, IMPORTS_BYTES, meta_model
 from qat_lora.plan.step import token_share, widths
 from qat_lora.plan.training import device_of
 from qat_lora.quant.gptq import BLOCK
-from qat_lora.quant.initialize import COMPENSATED, GROUPS, ROUNDS, TWO_SIDED_ROUNDS
+from qat_lora.quant.initialize import COMPENSATED, GROUPS
 from qat_lora.quant.presets import preset
 from qat_lora.quant.scales import CLIPS, FINER
 from qat_lora.quant.scales import SWEEPS as LOW_RANK_SWEEPS
@@ -67,11 +68,11 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     has_text = options.text.dataset is not None or options.kd_cache_dir is not None
     cached = options.kd_cache_dir and Path(options.kd_cache_dir).expanduser().exists()
     length = read_manifest(str(options.kd_cache_dir)).fingerprint.length if cached else options.calibration_length
-    tokens = options.calibration_rows * length * has_text
+    tokens = options.rows_of(length) * length * has_text
     size, scratch = config.get_text_config(), fisher_bytes(module, options.init, options.metric) if has_text else 0
     rows_bytes = 4 * tokens * size.hidden_size
     # The Fisher information takes a piece of the head in float32, its logits four times, and what every block gets.
-    batch = min(calibration_batch_rows(length), options.calibration_rows) * length * (scratch > 0)
+    batch = min(calibration_batch_rows(length), options.rows_of(length)) * length * (scratch > 0)
     states = batch * (size.num_hidden_layers + 2) * size.hidden_size
     piece = (batch > 0 and stored.itemsize < 4) * min(PIECE, size.vocab_size * size.hidden_size)
     fisher = 4 * (states + piece) + 16 * min(MOST_LOGITS, batch * size.vocab_size)
@@ -93,7 +94,7 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     held = report["weights_bytes"] * (device != "cpu")
     if options.init in COMPENSATED:
         work = solver_work(module, options, COLUMN_PASSES.get(device, 2), measured)
-        passes = tokens * token_operations(module, size, options, length, device, measured)
+        passes = calibration_operations(module, size, options, tokens, length, device, measured)
         rate = 1e12 * EstimateOptions.utilisation
         chips = {chip.name: chip for chip in likely(device, 1)}
         seconds = {name: passes / (chip.tflops * rate) + work.seconds(chip) for name, chip in chips.items()}
@@ -110,26 +111,37 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     return DryRun(report, text, Requirements("this quantisation", own + held, own, disk))
 
 
-def token_operations(
-    module: Any, config: Any, options: QuantizeOptions, length: int, device: str, found: Choices | None
+def calibration_operations(
+    module: Any,
+    config: Any,
+    options: QuantizeOptions,
+    tokens: int,
+    length: int,
+    device: str,
+    found: Choices | None,
 ) -> int:
-    """Return the operations for a token of a row: for the Fisher information, states, moments and what is measured."""
+    """Return the operations for all rows: for the Fisher information, states, moments and what is measured."""
     size, named = widths(config), convert.quant_layers(module)
-    whole = device in COLUMN_PASSES  # under XLA each expert computes every token
-    layers = [(layer, 1 if whole else token_share(module, config, name)) for name, layer in named.items()]
-    products = 2 * sum(share * layer.in_features * layer.out_features for layer, share in layers)
+    is_xla = device in COLUMN_PASSES  # under XLA each expert computes every token
+    layers = {name: (layer, 1 if is_xla else token_share(module, config, name)) for name, layer in named.items()}
+    products = 2 * sum(share * layer.in_features * layer.out_features for layer, share in layers.values())
     attention = 2 * config.num_hidden_layers * length * size.queries
     # Fisher: forward, again in the backward pass, gradients of activations (attention's: 5 products, not 2), outputs.
     to_logits = 2 * config.vocab_size * size.hidden
-    outputs = 2 * to_logits + sum(2 * share * math.prod(kept_shape(layer.out_features)) for layer, share in layers)
-    # States: two streams through all of a block, and to each of its stages (three past attention), two moments a layer.
-    moments = sum(2 * share * layer.in_features**2 for layer, share in layers)
-    inputs = 5 * products + 8 * attention + 2 * moments
+    of_outputs = sum(2 * share * math.prod(kept_shape(layer.out_features)) for layer, share in layers.values())
+    fisher = 3 * products + 4.5 * attention + 2 * to_logits + of_outputs
+    # States: both streams through all of a block, the student's also to each of its stages (three past attention), and
+    # two moments for layers of one input.
+    together = [name for names in of_one_input(named) for name in names[1:]]
+    moments = sum(2 * share * layer.in_features**2 for name, (layer, share) in layers.items() if name not in together)
+    inputs = 3.5 * products + 5 * attention + 2 * moments
     if found:  # one stream more, one for a head's input, and teacher and student for every format of a head
         heads = sum(bool(convert.LM_HEAD.search(names[0])) for names, *_ in found.points)
-        scored = 2 * heads * min(1, HEAD_ROWS / options.calibration_rows)
+        scored = 2 * heads * min(1, HEAD_ROWS / options.rows_of(options.calibration_length))
         inputs += moments + (1 + (heads > 0) + scored) * (products + attention) + scored * to_logits
-    return int(inputs + (options.metric == "fisher") * (3 * products + 4.5 * attention + outputs))
+    batch = min(calibration_batch_rows(length), options.rows_of(length)) * length
+    fisher_tokens = min(tokens, -(-EFFORTS[options.effort].fisher_tokens // batch) * batch)
+    return int(tokens * inputs + (options.metric == "fisher") * fisher_tokens * fisher)
 
 
 def solver_work(module: Any, options: QuantizeOptions, column_passes: int, measured: Choices | None) -> SolverWork:
@@ -140,31 +152,46 @@ def solver_work(module: Any, options: QuantizeOptions, column_passes: int, measu
         parts += [layer_work(x.out_features, x.in_features, spec, 1, False, column_passes) for x in layers]
     for name, layer in convert.quant_layers(module).items():
         inside = not convert.LM_HEAD.search(name)
-        turns = 1 + TURNS if options.rank_of_codes and inside else 1
+        beside = bool(options.rank_of_codes and inside)
+        effort = EFFORTS[options.effort]
         shape, descends = (layer.out_features, layer.in_features), options.init == "descent"
         coupled = fisher and inside and len(kept_shape(layer.out_features)) == 2
-        if measured and turns > 1:
+        if measured and beside:
             parts.append(layer_work(*shape, layer.spec, JOINT_TURNS * len(JOINT_RANKS), False, column_passes))
-        parts.append(layer_work(*shape, layer.spec, turns, descends, column_passes, coupled))
+        turns = 1 + effort.turns if beside else 1
+        parts.append(layer_work(*shape, layer.spec, turns, descends, column_passes, coupled, effort, beside))
     return SolverWork(*map(sum, zip(*parts, strict=True)))
 
 
 def layer_work(
-    rows: int, columns: int, spec: QuantSpec, turns: int, descends: bool, column_passes: int, coupled: bool = False
+    rows: int,
+    columns: int,
+    spec: QuantSpec,
+    turns: int,
+    descends: bool,
+    column_passes: int,
+    coupled: bool = False,
+    effort: Effort = EFFORTS["best"],
+    beside: bool = False,
 ) -> SolverWork:
-    """Return a layer's work for so many turns, in float32, by whole products; `coupled`: with two-sided rounds."""
-    rounds = (ROUNDS if turns == 1 else turns * TURN_ROUNDS + ROUNDS - TURN_ROUNDS) if descends else 0
-    both = TWO_SIDED_ROUNDS if descends and coupled and spec.sharing != "tensor" else 0
+    """Return a layer's work for so many turns, in float32, by whole products.
+
+    `coupled`: with two-sided rounds; `beside`: codes are chosen beside an adapter.
+    """
+    rounds = 0
+    if descends:
+        rounds = turns * TURN_ROUNDS + effort.rounds - TURN_ROUNDS if beside else effort.rounds
+    both = effort.two_sided_rounds if descends and coupled and spec.sharing != "tensor" else 0
     levels = 0 if spec.sharing == "lowrank" else 2 if spec.step_bits else 1  # K-quants: steps, their scales
     # Products with H: sweeps, refits and the slope after each, and at the start, or where an adapter has followed.
-    alone = turns + rounds * (1 + 2 * levels) + (turns + (turns > 1) if descends else 0)
+    alone = turns + rounds * (1 + 2 * levels) + (turns + beside if descends else 0)
     paired = both * (1 + 2 * levels) + both // FOLLOWED
     size = SUPER if spec.step_bits else spec.group_size if spec.sharing == "group" and spec.group_size else BLOCK
     weights, sweeps, refits = rows * columns, rounds + both, (rounds + both) * levels
     products = 2 * weights * (columns * (alone + paired) + int(rows * both * (1 + 1 / GROUPS)))
     # The best adapter for each turn, for what is descended to, before, between and after two-sided rounds, and at the
     # end: an error between triangular roots, in four parts, and passes over it.
-    fitted = (turns + 2 + (both > 0) + both // FOLLOWED) * (turns > 1)
+    fitted = (turns + 2 + (both > 0) + both // FOLLOWED) * beside
     products += 2 * weights * fitted * (5 * (rows + columns) // 8 + 2 * (ITERATIONS + 1) * OVERSAMPLED)
     block, clips = size * turns + BLOCK * sweeps, turns * (CLIPS * (1 + spec.signed) + len(FINER))
     factors = (spec.rank or 0) * ((spec.rank or 0) + 1) * 2 * LOW_RANK_SWEEPS * turns  # the Gram matrices of both

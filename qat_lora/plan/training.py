@@ -7,6 +7,7 @@ weights anew in each forward. It reads the cache's manifest if there is one, wri
 a config at most. What cannot be known yet is assumed, and listed as assumed.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +30,17 @@ from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.runtime.launch.select import choose, look, plan_run, runs_on_host
 from qat_lora.runtime.precision import with_dtype
 from qat_lora.setup.common import with_teacher
-from qat_lora.setup.trainable import check_parts, check_scales, check_twin, chosen_preset, trained_parts
+from qat_lora.setup.trainable import (
+    check_is_student,
+    check_parts,
+    check_scales,
+    check_twin,
+    chosen_preset,
+    trained_parts,
+)
 from qat_lora.setup.training import cache_training_data
 from qat_lora.train.lr_probe import probe_steps
+from qat_lora.train.optim import follows_lr
 
 HEAD_K, LENGTH = 128, CacheBuildOptions.length  # of a position and of a row, where there is no cache to ask
 Training = RecoverOptions | QatOptions
@@ -53,6 +62,9 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     asked = replace(_estimate(options, student, dataset, options.length, accumulation), **own)
     shapes = skeleton(asked, options.blockwise)
     model = CausalLM(shapes.module, Path(student))
+    if dataset is not None:
+        with contextlib.suppress(ModelError):  # its weights are not here
+            check_is_student(model, str(options.checkpoint or options.model), dataset.fingerprint)
     check_scales(model, options.train_scales)
     if options.blockwise:
         if asked.attention == "xla" or replicas > 1:
@@ -182,7 +194,9 @@ def _report(
     options: Training, shapes: Shapes, asked: EstimateOptions, student: str, replicas: int, rows: int | None
 ) -> dict[str, Any]:
     """Return what a training run would train, take and see; `rows` of its data are None where that is not known."""
-    probe = probe_steps(asked.max_steps) if options.train.lr == "auto" else 0  # as many usually find it, before the run
+    trained = [kind for kind, numbers in shapes.trained_by_kind.items() if numbers]
+    tries = options.train.lr == "auto" and any(follows_lr(options.train, kind) for kind in trained)
+    probe = probe_steps(asked.max_steps) if tries else 0  # as many usually find it, before the run
     timed = replace(asked, max_steps=asked.max_steps + probe)
     found = forecast(shapes, timed, likely(device_of(asked.run), replicas))
     step_rows = asked.batch_size * asked.accumulation_steps * replicas

@@ -5,7 +5,8 @@ error of GPTQ rounding, which is cheap and ranks formats as the final descent do
 off the spectrum of G^½ E H^½, for all ranks at once, and corrected by what codes chosen beside an adapter gain: without
 that, ranks went to layers that need few. An LM head, with a tied embedding, has no such G: it is put into the model,
 format by format, and the KL of some rows is taken. The choice becomes an ordinary preset, with a rule for each kind of
-layer and format, and adapter starts whose columns are the ranks; nothing later knows of it.
+layer and format, and adapter starts whose columns are the ranks; nothing later knows of it. With `--joint-rank 0` no
+layer has a rank, and the starts that are stored are those of any preset, which count nothing.
 """
 
 import contextlib
@@ -25,7 +26,6 @@ from tqdm.auto import tqdm
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.score import measure
 from qat_lora.export.forms import adapter_bytes, formats, layer_bytes, other_bytes
-from qat_lora.layers.calibrate.fisher import Sensitivity
 from qat_lora.layers.calibrate.fit import Metric
 from qat_lora.layers.calibrate.quantize import Work, second_moments
 from qat_lora.layers.calibrate.sequential import by_block, capture_calls, run_block
@@ -43,6 +43,9 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.types import Batch
 
 HEAD_ROWS = 16  # of calibration, on which tables are measured
+MEASURED_FLOOR = (
+    0.1  # of outputs' mean: a metric that codes are chosen in may be flatter than one that costs are read in
+)
 JOINT_RANKS, JOINT_TURNS = (4, 16, 64), 2  # ranks beside which codes are chosen, and turns of codes and adapter
 
 
@@ -77,17 +80,20 @@ def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:
     points, sizes = list[tuple[tuple[str, ...], QuantSpec, int]](), list[int]()
     least = most = others = other_bytes(engine, module, specs, itemsize)
     alike = of_one_input(specs) if engine == "vllm" else []
+    most_rank = options.start_rank if options.joint_rank != 0 else 0  # codes that stand alone
     for names in [*alike, *((name,) for name in specs if not any(name in names for names in alike))]:
         shapes = [module.get_submodule(name).weight.shape for name in names]
         first = len(points)
         for spec in specs[names[0]]:
-            for rank in range(1 + (0 if LM_HEAD.search(names[0]) else min(options.start_rank, *map(min, shapes)))):
+            highest = 0 if LM_HEAD.search(names[0]) else min(most_rank, *map(min, shapes))
+            for rank in range(1 + highest):
                 points.append((names, spec, rank))
                 sizes += [sum(layer_bytes(engine, spec, o, i) + adapter_bytes(engine, o, i, rank) for o, i in shapes)]
         least, most = least + min(sizes[first:]), most + max(sizes[first:])
     wanted = target.bytes(sum(p.numel() for p in module.parameters()))
     low, high = math.ceil(least / 1e3) / 1e3, math.floor(most / 1e3) / 1e3
-    span = f"--for {engine} allows {low:.3f}MB to {high:.3f}MB, adapters of up to --start-rank included"
+    beside = "adapters of up to --start-rank included" if most_rank else "without adapters"
+    span = f"--for {engine} allows {low:.3f}MB to {high:.3f}MB, {beside}"
     if not least <= wanted <= most:
         raise ConfigError(f"target_size: {target.name} ({wanted / 1e6:.3f} MB) cannot be met; {span}")
     return Choices(points, np.array(sizes), others, wanted, f"\ntarget   {target.name} ({wanted / 1e6:.3f} MB); {span}")
@@ -99,7 +105,7 @@ def measured_costs(
     model: CausalLM,
     found: Choices,
     batches: Sequence[Batch],
-    sensitivity: Mapping[str, Sensitivity],
+    sensitivity: Mapping[str, Tensor],
     runtime: Runtime,
     work: Work,
 ) -> np.ndarray:
@@ -107,7 +113,7 @@ def measured_costs(
     most = {name: rank for names, _, rank in found.points for name in names}  # the last is the highest
     few, costs = batches[: -(-HEAD_ROWS // len(batches[0]["input_ids"]))], dict[str, Tensor]()
     ids, places = ("input_ids", "document_ids"), by_block(most) if options.calibrate_on == "student" else ({}, [*most])
-    moments = _moments(model.module, *places, batches, lambda x: model.hidden(*map(x.get, ids)), sensitivity)
+    moments = _moments(model.module, *places, batches, lambda x: model.hidden(*map(x.get, ids)))
     for name, moment in tqdm(moments, "formats and ranks", len(most), unit="layer", disable=options.run.quiet):
         kept = work.take(f"allocation-{name}")
         costs[name] = torch.empty(0) if kept is None else kept[0]["costs"]
@@ -115,7 +121,8 @@ def measured_costs(
         for spec in dict.fromkeys(spec for names, spec, _ in found.points if name in names and kept is None):
             codes = quantize_weight(linear.weight, spec, "gptq", curvature)
             if name in sensitivity:
-                metric = Metric.of(linear.weight, moment, sensitivity[name].outputs_OO.to(linear.weight.device))
+                outputs_OO = sensitivity[name].to(linear.weight.device)
+                metric = Metric.of(linear.weight, moment, outputs_OO, MEASURED_FLOOR)
                 error = linear.weight.float() - codes.dense(spec)
                 cost = metric.costs(error, most[name]).cpu() / 2
                 if shares is None and options.rank_of_codes:
@@ -131,7 +138,7 @@ def measured_costs(
 
 
 def _moments(
-    module: nn.Module, blocks: Mapping[str, list[str]], outside: list[str], batches: Any, forward: Any, costs: Any
+    module: nn.Module, blocks: Mapping[str, list[str]], outside: list[str], batches: Any, forward: Any
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the second moments of layers' inputs, block by block: together they would take more than the model."""
     stack = [module.get_submodule(name) for name in blocks]
@@ -139,9 +146,9 @@ def _moments(
     for block, of_block, layers in zip(stack, calls, blocks.values(), strict=True):
         inputs, states = list(zip(states, of_block, strict=True)), []
         through = partial(lambda run, put, given: put(run(*given)), partial(run_block, block), states.append)
-        yield from second_moments(module, layers, inputs, through, costs).items()
+        yield from second_moments(module, layers, inputs, through).items()
     if outside:
-        yield from second_moments(module, outside, batches, forward, costs).items()
+        yield from second_moments(module, outside, batches, forward).items()
 
 
 def _shares(weight_OI: Tensor, spec: QuantSpec, curvature: Curvature, metric: Metric, error_OI: Tensor) -> Tensor:

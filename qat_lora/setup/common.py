@@ -10,6 +10,7 @@ import numpy as np
 
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.store import read_manifest
+from qat_lora.data.framing import describe_packing
 from qat_lora.data.packing import PackedRow, draw_rows, make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, describe_source, open_documents
 from qat_lora.errors import ConfigError, MissingExtraError, ModelError
@@ -144,14 +145,16 @@ def cached_calibration_rows(dataset: KDCacheDataset, rows: int, seed: int) -> It
 
 def calibration(options: QuantizeOptions, model: CausalLM) -> tuple[Iterator[Batch], str]:
     """Return the rows to calibrate on, and what their text is, wherever it lies."""
-    rows, length = options.calibration_rows, options.calibration_length
+    length = options.calibration_length
+    rows = options.rows_of(length)
     if options.kd_cache_dir is not None:
         dataset = KDCacheDataset(options.kd_cache_dir)
         check_fits(dataset, model)
+        rows = options.rows_of(dataset.manifest.fingerprint.length)
         return cached_calibration_rows(dataset, rows, options.run.seed), dataset.manifest.fingerprint.sha256
     fits_positions(model, length)
-    encode = make_encoder(load_tokenizer(model.tokenizer_folder, options.hub.trust_remote_code))
-    packed = pack_rows(open_documents(options.text), encode, length)
+    tokenizer = load_tokenizer(model.tokenizer_folder, options.hub.trust_remote_code)
+    packed = pack_rows(open_documents(options.text), make_encoder(tokenizer), length)
 
     def drawn() -> Iterator[PackedRow]:
         kept, read = draw_rows(packed, rows, READ_A_ROW * rows, options.run.seed)
@@ -159,6 +162,7 @@ def calibration(options: QuantizeOptions, model: CausalLM) -> tuple[Iterator[Bat
         yield from kept
 
     source = f"{READ_A_ROW * rows} rows read of {describe_source(options.text)}"
+    source += f"; {describe_packing(tokenizer)}"
     return calibration_rows(batches_of(drawn(), length, calibration_batch_rows(length)), rows), source
 
 

@@ -4,12 +4,18 @@ A run and its `--dry-run` call the same functions, one on real tensors, the othe
 says of a run is what the run does.
 """
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import torch
 from torch import nn
 
+from qat_lora.cache.format.records import Fingerprint
 from qat_lora.errors import ConfigError, ModelError
+from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.layers import convert
 from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.models.adapter import allocated_ranks, joint_ranks, ranks_text
 from qat_lora.models.load import DTYPES, CausalLM
 from qat_lora.options import QatOptions
 from qat_lora.quant.presets import Preset, preset
@@ -67,6 +73,41 @@ def check_twin(student: CausalLM, full: CausalLM) -> None:
     theirs, ours = (model.config.num_hidden_layers for model in (full, student))
     if theirs != ours:
         raise ModelError(f"model: {full.folder} has {theirs} decoder layers, --checkpoint {ours}; give its original")
+
+
+def check_is_student(model: CausalLM, name: str, held: Fingerprint) -> None:
+    """Raise ConfigError for a student that is the teacher of its cache, its weights not quantised by us."""
+    if convert.quant_layers(model.module):
+        return
+    if checkpoint_sha256(model.folder) == held.teacher_sha256:
+        same = f"{name} is the cache's teacher itself, so there is nothing to recover"
+        remedy = f"quantise it (qat-lora quantize --model {name}), then give that folder"
+        raise ConfigError(f"checkpoint: {same}; {remedy} as --checkpoint")
+
+
+def joint_warnings(folder: Path, given: Mapping[str, int], from_start: bool) -> list[str]:
+    """Return warnings, a line each, where codes were chosen beside another adapter than a run gives.
+
+    `given` are the ranks of the run's adapters by layer; `from_start`: they begin at the checkpoint's starts.
+    """
+    wanted = joint_ranks(folder)
+    if not wanted:
+        return []
+    beside = f"warning: codes were chosen for {ranks_text(wanted.values())}"
+    bare = [name for name in wanted if name not in given]
+    lower = [given[name] for name, rank in wanted.items() if given.get(name, rank) < rank]
+    found = []
+    if not from_start:
+        zero = "the adapter starts at zero; leave out --start zero"
+        found.append(f"{beside}, and {zero}, or quantize --joint-rank 0")
+    if bare:
+        layers = f"{len(bare)} of {len(wanted)} layers, such as {bare[0]}, have no adapter"
+        found.append(f"{beside}, and {layers}; give them one, or quantize --joint-rank 0")
+    if lower and allocated_ranks(folder) is not None:
+        found.append(f"{beside}; leave out --recovery-r, which gives less")
+    elif lower:
+        found.append(f"{beside}; quantize --joint-rank {max(lower)} ends at a lower KL")
+    return found
 
 
 def check_scales(model: CausalLM, train_scales: bool) -> None:

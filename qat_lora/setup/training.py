@@ -18,6 +18,7 @@ import torch
 from qat_lora.cache.format.codec import OPTIONAL
 from qat_lora.cache.read.dataset import KDCacheDataset, LaterConfig, MixedCaches
 from qat_lora.config import save_yaml, to_dict
+from qat_lora.data.framing import describe_packing
 from qat_lora.data.packing import ENCODERS, TextDataset, make_encoder, pack_rows, take_eval
 from qat_lora.data.sources import describe_source, open_documents
 from qat_lora.errors import CacheError, ConfigError
@@ -54,8 +55,12 @@ class TrainingData:
 
     @property
     def metric(self) -> str:
-        """What evaluations report: `kl` to the teacher, or `nll` of the text."""
-        return "nll" if isinstance(self.rows, TextDataset) else "kl"
+        """What evaluations report: `kl` to the teacher, where the cache lacks it `kl_bound`, or `nll` of the text."""
+        if isinstance(self.rows, TextDataset):
+            return "nll"
+        held = self.rows.fingerprint.contents
+        exact = self.objective.is_dense or not held.top_k or held.tail_entropy
+        return "kl" if exact else "kl_bound"
 
     def with_vocabulary(self, model: CausalLM) -> CausalLM:
         """Return the model with the vocabulary of the cache, without padded rows."""
@@ -76,14 +81,21 @@ def cache_training_data(options: RecoverOptions | QatOptions) -> TrainingData:
     check_arrays(rows, objective)
     kept = None
     if rows.manifest.rows("eval"):
-        kept = KDCacheDataset(path, k=options.head_k, split="eval", verify_rows=checked)
-        kept.optional = ["teacher_hidden", *["draw_ids"] * kept.fingerprint.contents.entropy]  # no other draws
+        held = rows.fingerprint.contents
+        k = None if held.tail_entropy else options.head_k  # tail draws go with all entries only
+        kept = KDCacheDataset(path, k=k, split="eval", verify_rows=checked)
+        # Draws are served where they give the KL.
+        drawn = {"draw_ids": held.entropy, "tail_draw_ids": held.tail_entropy}
+        kept.optional = ["teacher_hidden", *(name for name, gives_kl in drawn.items() if gives_kl)]
     identity = {"cache": rows.manifest.fingerprint.sha256, **(to_dict(later) if later.later_caches else {})}
     return TrainingData(rows, kept, objective, identity)
 
 
 def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
-    """Let a cache serve what the objective reads and nothing else; CacheError names an array or draws that it lacks."""
+    """Let a cache serve what the objective and the log's KL read and nothing else.
+
+    CacheError names an array or draws that the objective needs and the cache lacks.
+    """
     if objective.topk_user and not dataset.k:
         fits = "sampled" if dataset.fingerprint.contents.entropy else "full"
         advice = f"give --estimator {fits}" if objective.topk_user.startswith("estimator") else "set it to 0"
@@ -100,6 +112,11 @@ def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
             raise CacheError(f"draws: {objective.draws} of stratified draws are biased; allowed: all, so leave it out")
         wanted(held, name, user, objective.draws if name.endswith("draw_ids") else None)
     dataset.optional = objective.optional_arrays
+    contents = dataset.fingerprint.contents
+    measured_by_draws = contents.tail_entropy and dataset.k == contents.top_k
+    if measured_by_draws and objective.reads_logits and not objective.is_dense:
+        others = (name for name in dataset.optional if name != "tail_draw_ids")
+        dataset.optional = ("tail_draw_ids", *others)
 
 
 def text_training_data(options: RecoverOptions, model: CausalLM) -> TrainingData:
@@ -113,6 +130,7 @@ def text_training_data(options: RecoverOptions, model: CausalLM) -> TrainingData
     objective = replace(objective, hard_top1_weight=0.0, hard_top1_end=None, hidden_weight=0.0)
     identity = {
         "text": describe_source(options.text),
+        "packing": describe_packing(tokenizer),
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
         **{name: getattr(options, name) for name in ("learn", "length", "num_rows", "eval_rows")},
     }
@@ -148,11 +166,14 @@ def prepare(
         with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
             anchor = remember(model, dataset, objective, loop.batch_size, seed, runtime)
         model.module.train(was_training)
-    return PreparedObjective(objective, teacher_lm_head, objective.logs_kl(arrays), anchor)
+    return PreparedObjective(objective, teacher_lm_head, objective.kl_name(arrays), anchor)
 
 
 def evaluation_objective(objective: ObjectiveConfig, teacher_lm_head: LMHead | None) -> ObjectiveConfig:
-    """Return the KL at temperature 1 that evaluations report: exact with the teacher's head, else `ghost`."""
+    """Return the KL at temperature 1 that evaluations report: exact with the teacher's head, else `ghost`.
+
+    Beside `ghost` stands the unbiased `kl`, where batches hold `tail_entropy`; it is then what is reported.
+    """
     distance = ObjectiveConfig("ghost" if teacher_lm_head is None else "full")
     return replace(distance, loss_chunk_mb=objective.loss_chunk_mb, loss_walk=objective.loss_walk)
 

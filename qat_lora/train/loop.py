@@ -44,8 +44,9 @@ def train(
 ) -> dict[str, Any]:
     """Train placed tensors until `max_steps`, from the newest complete checkpoint of the run if there is one.
 
-    Returned are `step`, `best_step`, `best_kl` (or the metric evaluated), `stopped_early`, `resumed_from`, and
-    `lr_probe` where the learning rate was found by trials.
+    Returned are `step`, `best_step`, `best_kl` (or `best_` of another metric evaluated), `stopped_early`,
+    `resumed_from`, and `lr_probe` where the learning rate was found by trials, which are made if anything that trains
+    follows `lr`.
 
     ConfigError: an early stop without evaluations, or a checkpoint of other settings.
     InterruptedRunError: SIGTERM, SIGINT or SIGHUP; a checkpoint was written first.
@@ -56,16 +57,18 @@ def train(
     if loop.early_stop and hooks.evaluate is None:
         raise ConfigError("early_stop: there is no evaluation split to stop by; make one with --eval-rows")
     optimizer = optimizers.build_optimizer(optim, state.groups, runtime)
-    zeros = step.zero_sums(prepared.objective, runtime.device, prepared.logs_kl)
+    zeros = step.zero_sums(prepared.objective, runtime.device, prepared.kl_name)
     runtime.mark_step()  # optimizer state, gradients and zeros exist now, outside the first micro-batch's graph
     found, hidden = None, settings.quiet or not runtime.is_main
-    if optim.lr == "auto":
+    if optim.lr == "auto" and any(optimizers.follows_lr(optim, group["kind"]) for group in optimizer.param_groups):
         say = (lambda line: None) if hidden else partial(tqdm.write, file=sys.stderr)
         with stop_signals() as stopped, closing(CompileWatch(runtime, None, say)) as watch:
             unseen = MetricsLog(settings.out / METRICS, loop.max_steps, 0, True, runtime.device)
             begun = Run(state, optimizer, runtime, hooks, settings, loop, Progress(), 0, unseen, stopped)
             found = choose_lr(
-                begun, optim, lambda run, tried, *span: closing(_steps(run, rows, prepared, tried, watch, zeros, span))
+                begun,
+                optim,
+                lambda run, tried, *which: closing(_steps(run, rows, prepared, tried, watch, zeros, *which)),
             )
         optim = replace(optim, lr=found["lr"])
         optimizers.set_peaks(optimizer, optim)
@@ -79,7 +82,8 @@ def train(
     with stop_signals() as stopped, closing(log), closing(watch):
         run = Run(state, optimizer, runtime, hooks, settings, loop, progress, start, log, stopped)
         if found is not None:
-            log.say(f"learning rate {found['lr']:.4g}: {found['why']}")
+            others = [f", {name} {rate:.4g}" for name, rate in optimizers.rates(optimizer).items() if name != "lr"]
+            log.say(f"learning rate {found['lr']:.4g}{''.join(others)}: {found['why']}")
         with closing(_steps(run, rows, prepared, optim, watch, zeros, (start, loop.max_steps - start))) as steps:
             if start == 0:
                 run.export("start")
@@ -120,6 +124,8 @@ def _resume(
     progress, logs = Progress(), dict.fromkeys(LOGS, EMPTY)
     if found:
         saved = load_checkpoint(found[-1], state.trained, optimizer, settings.fingerprint)
+        if metric == "kl_bound" and "best_kl" in saved:  # of an earlier version, which called the bound a KL
+            saved = {**saved, "best_kl_bound": saved["best_kl"]}
         try:
             progress = Progress(*(saved[name] for name in Progress().to_json(metric)))
             logs = {name: saved["logs"][name] for name in LOGS}
@@ -145,13 +151,17 @@ def _steps(
     watch: CompileWatch,
     zeros: Sums,
     span: tuple[int, int],
+    held_out: int | None = None,
 ) -> Generator[Sums, None, None]:
-    """Dispatch a `span` of steps (first, count), note and yield their values; end the run where rows cannot be read."""
+    """Dispatch a `span` of steps (first, count), note and yield their values; end the run where rows cannot be read.
+
+    The rows of step `held_out` are in no other step.
+    """
     model, (objective, teacher_lm_head, _, anchor), runtime, loop = run.state.model, prepared, run.runtime, run.loop
     accumulation, dtype = loop.accumulation(runtime.replicas), torch.bfloat16 if loop.autocast else torch.float32
     per_process = loop.batch_size * (runtime.replicas // runtime.processes)
     here = {"replica": runtime.rank, "replicas": runtime.processes}
-    batches = runtime.feed(rows.batches(*span, per_process, accumulation, run.settings.seed, **here))
+    batches = runtime.feed(rows.batches(*span, per_process, accumulation, run.settings.seed, **here, held_out=held_out))
     anchors = None if anchor is None else runtime.feed(step.anchor_batches(anchor, *span, per_process, **here))
 
     def gradients(objective: ObjectiveConfig, weights: dict[str, Tensor]) -> tuple[Sums, QatLoraError | OSError | None]:
@@ -189,10 +199,10 @@ def _steps(
             if run.stopping and runtime.agree(bool(failed)):
                 set_random_states(random)  # this step has not begun
                 run.give_up(failed)
-            lr = optimizers.set_lr(run.optimizer, optimizers.lr_factor(optim, done, loop.max_steps))
+            optimizers.set_lr(run.optimizer, optimizers.lr_factor(optim, done, loop.max_steps))
             parameters = optimizers.optimized(run.optimizer)
             means = step.optimizer_step(run.optimizer, parameters, sums, optim.clip_grad_norm, runtime)
             watch.mark(OPTIMIZER_TRACED)
             run.progress.step += 1
-            run.log.add(run.step, lr, means)
+            run.log.add(run.step, optimizers.rates(run.optimizer), means)
             yield means

@@ -6,6 +6,7 @@ rate from step to step until the loss explodes (Smith 2017) finds where training
 start is far above what is best. So each trial is the run in miniature: from the same start on the same rows, with
 warm-up and decay compressed to a 32nd of the run's steps. Then the loss is measured on rows that no trial trains on,
 by one more step at a rate of 0: the same computation, hence no new graph on XLA, and no evaluation split is needed.
+These rows are a full step's, at most half of all; trials get masked rows in their place (`data.shuffle.holding_out`).
 
 All trials see the same numbers but for the rate, so their losses are a smooth curve over it. Rates are tried by factors
 of 2 until the best has worse neighbours; the minimum of the parabola through the three is the best rate of a run that
@@ -42,8 +43,9 @@ SHARE, SHORTEST, LONGEST = 1 / 32, 2, 64  # steps of a trial: a share of the run
 LEAST_TRIALS, MOST_TRIALS = 3, 9
 HIGHEST = 5  # power of 2, a rate of 0.0128: two steps learn a few rows by heart at rates that a run does not survive
 
-OpenSteps = Callable[[Run, OptimConfig, int, int], AbstractContextManager[Iterator[Sums]]]
-"""From a run, its settings, the first step of rows and their number to what takes a step each time (`loop`)."""
+OpenSteps = Callable[[Run, OptimConfig, tuple[int, int], int], AbstractContextManager[Iterator[Sums]]]
+"""From a run, its settings, a span of steps (first, count), and the one whose rows are in no other, to what takes a
+step each time (`loop`)."""
 
 
 def trial_steps(max_steps: int) -> int:
@@ -61,7 +63,7 @@ def choose_lr(run: Run, optim: OptimConfig, open_steps: OpenSteps) -> dict[str, 
 
     InterruptedRunError: a stop signal; the trials that are through are kept.
     CacheDamaged: a row cannot be read (or another error of the source of rows).
-    DivergedError: the loss is NaN or infinite before the first step.
+    DivergedError: the loss is NaN or infinite before the first step, or after every trial.
     ConfigError: the processes do not share the run's folder.
     """
     whole, file, runtime = run.loop.max_steps, run.settings.out / FILE, run.runtime
@@ -85,9 +87,15 @@ def choose_lr(run: Run, optim: OptimConfig, open_steps: OpenSteps) -> dict[str, 
             keep(start)
         while (power := _next(start, losses)) is not None:
             lr = FIRST_LR * 2.0**power
-            losses[power] = _trial(run, replace(optim, lr=lr), trial_steps(whole), open_steps, bar)
+            loss = _trial(run, replace(optim, lr=lr), trial_steps(whole), open_steps, bar)
+            losses[power] = loss if math.isfinite(loss) else math.inf  # NaN has no order, and the file holds neither
             bar.set_postfix_str(f"lr {lr:.3g}: loss {losses[power]:.4f}, at the start {start:.4f}")
             keep(start)
+    if not math.isfinite(min(losses.values())):
+        rates = [FIRST_LR * 2.0**power for power in losses]
+        tried = f"{len(losses)} trials of {trial_steps(whole)} steps, from {max(rates):.3g} down to {min(rates):.3g}"
+        remedy = "give --dtype float32, or lower --scale-lr or --norm-lr if you gave one, and start with --overwrite"
+        raise DivergedError(f"lr auto: the loss is NaN or infinite after each of {tried}; {remedy}")
     return _found(start, losses, whole)
 
 
@@ -118,11 +126,11 @@ def _found(start: float, losses: Mapping[int, float], max_steps: int) -> dict[st
     length = trial_steps(max_steps)
     trials = [{"power": power, "loss": loss if math.isfinite(loss) else None} for power, loss in losses.items()]
     found = {"trial_steps": length, "steps": probe_steps(max_steps, len(losses)), "start_loss": start, "trials": trials}
-    if _next(start, losses) is not None:
+    least = min(losses.values(), default=math.inf)
+    if _next(start, losses) is not None or not math.isfinite(least):
         return found
     power = np.interp(math.log(max_steps), np.log([*HORIZON_POWERS]), [*HORIZON_POWERS.values()])
     best, factor = FIRST_LR * 2 ** vertex(losses), float(min(max_steps / length, MOST_RATIO) ** power)
-    least = losses[_best(losses)]
     outcome = f"the least loss, {least:.4f} ({start:.4f} at the start)"
     why = f"of {len(losses)} trials of {length} steps, {best:.3g} has {outcome}; times {factor:.3g} for the longer run"
     if not least < start:
@@ -149,7 +157,7 @@ def _trial(run: Run, optim: OptimConfig, length: int, open_steps: OpenSteps, bar
     trial = _Trial(**{**vars(run), **changed})
     warmup = min(optim.warmup_steps, max(1, round(optim.warmup_steps * length / whole)))
     measured_at = whole // 2 + trial_steps(whole)  # in the order of steps: the same rows for trials of any length
-    rows = measured_at - length, length + 1
+    rows = (measured_at - length, length + 1), measured_at
     with _undone(run) as random, open_steps(trial, replace(optim, warmup_steps=warmup), *rows) as steps:
         for step in range(length + 1):
             if step == length:

@@ -31,6 +31,7 @@ from qat_lora.files.checksums import sha256_of
 from qat_lora.files.finite import json_text
 from qat_lora.files.folders import appeared, ours, tree, write_text
 from qat_lora.files.pictures import COLOURS, INK, drawn_to
+from qat_lora.losses.objective import KL_NAMES
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import peak_memory_bytes
 from qat_lora.train.step import Sums
@@ -104,7 +105,7 @@ class MetricsLog:
         self._bar = tqdm(total=steps, initial=start, desc="train", unit="step", disable=quiet)
         self._device, self._trackers, self._step_rows = device, trackers, step_rows
         self._since, self._first_step = time.perf_counter(), start + 1
-        self._pending: list[tuple[int, float, Sums]] = []
+        self._pending: list[tuple[int, Mapping[str, float], Sums]] = []
 
     def close(self) -> None:
         """Close the bar and the trackers."""
@@ -122,23 +123,23 @@ class MetricsLog:
         for tracker in self._trackers:
             tracker.log(step, values)
 
-    def add(self, step: int, lr: float, means: Sums) -> None:
-        """Note the values of an optimizer step, which stay on the device until `flush`."""
-        self._pending.append((step, lr, means))
+    def add(self, step: int, rates: Mapping[str, float], means: Sums) -> None:
+        """Note the learning rates, by name, and the values of an optimizer step; these stay there until `flush`."""
+        self._pending.append((step, rates, means))
         self._bar.update()  # as steps are dispatched: a CPU may take minutes for one
 
     def flush(self, runtime: Runtime) -> None:
         """Write the noted steps by the runtime's deferred callback, up to a NaN or infinity, a DivergedError."""
         if not self._pending:
             return
-        steps, lrs, means = zip(*self._pending, strict=True)
+        steps, rates, means = zip(*self._pending, strict=True)
         names = list(means[0])
         self._pending.clear()
 
         def write(*values: Any) -> None:
             numbers = map(float, values)
             named = [{name: next(numbers) for name in names} for _ in steps]
-            lines = [{"step": step, **of, "lr": lr} for step, of, lr in zip(steps, named, lrs, strict=True)]
+            lines = [{"step": step, **of, **lrs} for step, of, lrs in zip(steps, named, rates, strict=True)]
             sound = list(takewhile(lambda line: all(map(math.isfinite, line.values())), lines))
             self.write(sound)
             if len(sound) < len(lines):
@@ -163,7 +164,7 @@ class MetricsLog:
             self.track(int(line["step"]), {f"train/{name}": value for name, value in line.items() if name != "step"})
         if lines and not self._bar.disable:
             terms = [name for name in lines[-1] if name.startswith("loss_")]
-            shown = [name for name in ("kl", "loss") if name in lines[-1]]
+            shown = [name for name in (*KL_NAMES, "loss") if name in lines[-1]]
             shown += terms if len(terms) > 1 else []  # one term alone is the loss
             losses = [f"{name.removeprefix('loss_')} {lines[-1][name]:.4f}" for name in shown]
             used = f"{peak_memory_bytes(self._device) / 2**30:.1f} GiB"
@@ -227,28 +228,40 @@ def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def plot_curve(metrics: Path, evaluations: Path, out: Path) -> None:
-    """Draw a run as PNG: what `draw_curve` draws, and below it the learning rate."""
-    lines = [line for line in read_metrics(metrics, "loss") if "lr" in line]
+    """Draw a run as PNG: what `draw_curve` draws, and below it the learning rates."""
+    lines = read_metrics(metrics, "loss")
+    rates = list(dict.fromkeys(name for line in lines for name in line if name == "lr" or name.startswith("lr_")))
     with drawn_to(out, 2, size=(7, 5), height_ratios=(3, 1), sharex=True) as (_, axes):
         draw_curve(axes[0, 0], metrics, evaluations)
-        axes[1, 0].plot([line["step"] for line in lines], [line["lr"] for line in lines], color=INK, lw=1)
+        for name, colour in zip(rates, (INK, *COLOURS), strict=False):
+            points = np.array([(line["step"], line[name]) for line in lines if name in line]).T
+            axes[1, 0].plot(*points, color=colour, lw=1, label=name)
+        if len(rates) > 1:
+            axes[1, 0].legend()
         axes[1, 0].set(ylim=(0, None), xlabel="optimizer step", ylabel="learning rate")
         axes[1, 0].grid(alpha=0.3)
 
 
 def draw_curve(axis: Any, metrics: Path, evaluations: Path) -> None:
     """Draw steps, their means over a fiftieth, and evaluations on one axis: the KL, without a teacher the loss."""
-    train, evaluated = read_metrics(metrics, "loss"), read_metrics(evaluations)
-    name = "kl" if any("kl" in line for line in train) else "loss"
-    shown = {"kl": "KL", "loss": "loss", "nll": "loss"}
-    steps = np.array([(line["step"], line[name]) for line in train if name in line]).T
+    name, steps = _points(read_metrics(metrics, "loss"))
     means = [part.mean(1) for part in np.array_split(steps, min(50, steps.shape[1]), 1)]
     axis.plot(*steps, lw=0.6, alpha=0.3, color=COLOURS[0])
-    axis.plot(*np.transpose(means), label=f"training {shown[name]}", color=COLOURS[0])
-    if evaluated:
-        metric = next(name for name in evaluated[0] if name != "step")
-        points = np.array([(line["step"], line[metric]) for line in evaluated]).T
-        axis.plot(*points, "o-", ms=3, label=f"evaluation {shown[metric]}", color=COLOURS[1])
+    axis.plot(*np.transpose(means), label=f"training {name}", color=COLOURS[0])
+    if evaluated := read_metrics(evaluations):
+        name, points = _points(evaluated)
+        axis.plot(*points, "o-", ms=3, label=f"evaluation {name}", color=COLOURS[1])
     axis.set(ylim=(0, None), title="Training", ylabel="nats per token")
     axis.grid(alpha=0.3)
     axis.legend()
+
+
+def _points(lines: Sequence[Mapping[str, Any]]) -> tuple[str, np.ndarray]:
+    """Return what lines measure, as a label, and steps and values [2, lines]: the KL or its bound, else the loss."""
+    names = [name for name in (*KL_NAMES, "nll", "loss") if any(name in line for line in lines)]
+    # Both names are in the files of a run that an earlier version began: it called the bound `kl`, too.
+    names = [*KL_NAMES] if names[0] in KL_NAMES else names[:1]
+    label = "KL" if names[0] in KL_NAMES else "loss"
+    if any("kl_bound" in line for line in lines):
+        label = "KL, lower bound (top-K)"
+    return label, np.array([(line["step"], line[name]) for line in lines for name in names if name in line]).T

@@ -59,6 +59,11 @@ def peak_lr(config: OptimConfig, kind: str) -> float:
     return own.get(RATES[kind], lr) * SHARES.get(kind, 1.0)
 
 
+def follows_lr(config: OptimConfig, kind: str) -> bool:
+    """Return whether the learning rate of a kind of `RATES` depends on the setting `lr`."""
+    return RATES[kind] == "lr" or getattr(config, RATES[kind]) is None
+
+
 def lr_factor(config: OptimConfig, step: int, max_steps: int) -> float:
     """Return the learning rate of an optimizer step (0-based) as a share of its peak."""
     if step < config.warmup_steps:
@@ -221,11 +226,16 @@ def set_peaks(optimizer: torch.optim.Optimizer, config: OptimConfig, factor: flo
         group["lr"] = group["peak_lr"] = peak_lr(config, group["kind"]) * factor
 
 
-def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> float:
-    """Set the learning rate of every group to a share of its peak; return that of the first group."""
+def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set the learning rate of every group to a share of its peak."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor
-    return optimizer.param_groups[0]["lr"]
+
+
+def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the learning rates as they are, by name in the log: `lr` of adapter and weights, `lr_KIND` of others."""
+    by_kind = {group["kind"]: group["lr"] for group in optimizer.param_groups}
+    return {("lr" if RATES[kind] == "lr" else f"lr_{kind}"): rate for kind, rate in by_kind.items()}
 
 
 @contextmanager

@@ -23,22 +23,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qat_lora.data.shuffle import micro_batches
-from qat_lora.losses.objective import ObjectiveConfig, objective_loss, sparse_teacher_from_hidden
+from qat_lora.losses.objective import KL_NAMES, ObjectiveConfig, objective_loss, sparse_teacher_from_hidden
 from qat_lora.runtime.base import Runtime
 from qat_lora.types import Batch, LanguageModel, LMHead
 
 Weights = Mapping[str, Tensor]  # of the terms in one optimizer step, and a moving temperature (`weight_tensors`)
 LEAST = 1e-20  # of a sum that is divided by: one of weights may be far below 1, and 0 goes with gradients of 0
-Sums = dict[str, Tensor]  # running sums of one optimizer step: `loss`, `tokens`, `kl` and one per loss term
+Sums = dict[
+    str, Tensor
+]  # running sums of one optimizer step: `loss`, `tokens`, one of `KL_NAMES` and one per loss term
 
 
 class TrainingRows(Protocol):
     """The rows that are trained on, a KD cache or a text, in the order that `qat_lora.data.shuffle` computes."""
 
     def batches(
-        self, start_step: int, steps: int, batch_rows: int, accumulation: int, seed: int, replica: int, replicas: int
+        self,
+        start_step: int,
+        steps: int,
+        batch_rows: int,
+        accumulation: int,
+        seed: int,
+        replica: int,
+        replicas: int,
+        held_out: int | None = None,
     ) -> Iterator[Batch]:
-        """Yield this replica's micro-batches, `accumulation` for each of `steps` steps."""
+        """Yield this replica's micro-batches, `accumulation` for each of `steps` steps.
+
+        The rows of step `held_out` are in no other step.
+        """
 
 
 class PreparedObjective(NamedTuple):
@@ -46,7 +59,7 @@ class PreparedObjective(NamedTuple):
 
     objective: ObjectiveConfig
     teacher_lm_head: LMHead | None = None  # on the device, for estimator `full`
-    logs_kl: bool = False  # whether batches hold what the log's `kl` is made of (`objective.logs_kl`)
+    kl_name: str | None = None  # the log's name of the KL, or of its bound, that batches give (`objective.kl_name`)
     anchor: Batch | None = None  # the student's outputs before step 1 (`remember`), for the term `anchor`
 
 
@@ -58,13 +71,14 @@ def micro_batch(
     result = objective_loss(hidden_BLH, model.lm_head(), batch, objective, weights, teacher_head)
     result.loss_sum.backward()
     sums = {"loss": result.loss_sum.detach(), "tokens": result.token_count.detach()}
-    named = {name if name == "kl" else f"loss_{name}": value.detach() for name, value in result.terms.items()}
+    named = {name if name in KL_NAMES else f"loss_{name}": value.detach() for name, value in result.terms.items()}
     return sums | named
 
 
-def zero_sums(objective: ObjectiveConfig, device: torch.device, kl: bool = False) -> Sums:
+def zero_sums(objective: ObjectiveConfig, device: torch.device, kl_name: str | None = None) -> Sums:
     """Return what every step's sums start from: made once, and a tensor each, or XLA compiles one graph more."""
-    names = ["loss", "tokens", *(["kl"] if kl else []), *(f"loss_{term}" for term in objective.weights_at(0.0))]
+    names = ["loss", "tokens", *([] if kl_name is None else [kl_name])]
+    names += [f"loss_{term}" for term in objective.weights_at(0.0)]
     return {name: torch.zeros((), device=device) for name in names}
 
 

@@ -40,8 +40,8 @@ def _random_rows(fp, count, seed=0):
     for name, size in (("tail_draw_ids", fp.contents.tail_draws), ("draw_ids", fp.contents.draws)):
         if size:
             rows[name] = rng.integers(0, fp.vocab_size, (count, fp.length - 1, size)).astype(np.int32)
-    if fp.contents.entropy:
-        rows["entropy"] = rng.random((count, 1), np.float32)
+    for name in fp.contents.entropies:
+        rows[name] = rng.random((count, 1), np.float32)
     tail = shifted.copy()
     np.put_along_axis(tail, order, -np.inf, -1)
     for temperature in fp.temperatures:

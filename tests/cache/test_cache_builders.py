@@ -71,11 +71,11 @@ def test_each_builder_resumes_by_itself(tmp_path, fingerprint, random_rows):
     for builder, until in ((0, 3), (2, 3), (0, 5)):
         _run(tmp_path / "c", fp, random_rows, builder, until=until)
         # What a killed neighbour leaves is not ours to remove.
-        (tmp_path / "c" / "s-000007.safetensors").write_bytes(
+        (tmp_path / "c" / "s-000001.safetensors").write_bytes(
             b"8 bytes." + b'{"__metadata__":{"format":"qat-lora-kd-cache"'
         )
-        (tmp_path / "c" / ".s-000007.json.tmp").write_bytes(b"half")
-    assert {"s-000007.safetensors", ".s-000007.json.tmp"} <= set(_files(tmp_path / "c"))
+        (tmp_path / "c" / ".s-000001.json.tmp").write_bytes(b"half")
+    assert {"s-000001.safetensors", ".s-000001.json.tmp"} <= set(_files(tmp_path / "c"))
     for builder in (2, 1, 0):
         _run(tmp_path / "c", fp, random_rows, builder)
     assert _files(tmp_path / "c") == _files(tmp_path / "whole")
@@ -109,6 +109,31 @@ def test_what_does_not_go_together_is_refused(tmp_path, fingerprint, random_rows
     with pytest.raises(CacheDamaged, match="s-000003"):
         _run(tmp_path, fp, random_rows, 2)
     assert "manifest.json" not in _files(tmp_path)
+
+
+@pytest.mark.parametrize("ended", [(0, 1, 2), (0, 1)])
+def test_no_start_removes_a_shard_that_lost_its_sidecar(tmp_path, fingerprint, random_rows, ended):
+    """A copy left the sidecars out: of a finished cache, and of one where a builder is still at work."""
+    fp = fingerprint(eval_rows=3)
+    for builder in ended:
+        _run(tmp_path, fp, random_rows, builder)
+    whole = _files(tmp_path)
+    for name in whole:
+        if name.startswith(("s-", "e-")) and name.endswith(".json"):
+            (tmp_path / name).unlink()
+    before = _files(tmp_path)
+    for builder in (0, 2):
+        if 2 not in ended and builder == 2:
+            continue
+        expected = r"-00000\d.(json: is missing.* delete the folder|safetensors: has no sidecar.* b-000000.json)"
+        with pytest.raises(CacheDamaged, match=expected):
+            _run(tmp_path, fp, random_rows, builder)
+        assert _files(tmp_path) == before
+    for name, data in whole.items():
+        (tmp_path / name).write_bytes(data)
+    for builder in range(3):
+        _run(tmp_path, fp, random_rows, builder)
+    assert verify_cache(tmp_path).strangers == ()
 
 
 def test_a_builder_that_never_wrote_a_shard_can_still_end(tmp_path, fingerprint, random_rows):
@@ -248,8 +273,7 @@ def test_two_builds_of_a_text_hold_all_of_it_once(tmp_path, tiny):
     assert verify_cache(out).strangers == ()
 
     tokenizer = load_tokenizer(tiny.teacher)
-    ends = [t for t in (tokenizer.bos_token_id,) if t is not None], [tokenizer.eos_token_id]
-    documents = [ends[0] + tokenizer(d.text)["input_ids"] + ends[1] for d in open_documents(text)]
+    documents = [[*tokenizer(d.text)["input_ids"], tokenizer.eos_token_id] for d in open_documents(text)]
     first, tokens = 0, []
     while len(tokens) < 3 * length:
         tokens += documents[first]

@@ -40,7 +40,7 @@ def test_every_value_is_read_back(name, split):
     part = cut.rows(range(len(rows["input_ids"])))
     tails = {key for key in rows if key.startswith("log_tail")}
     exact = {key for key in rows if key not in ("loss_mask", "doc_starts")}
-    assert set(batch) == exact | {"target_mask"} == set(part) | {"tail_draw_ids"} & exact
+    assert set(batch) == exact | {"target_mask"} == set(part) | {"tail_draw_ids", "tail_entropy"} & exact
     for key in exact:
         np.testing.assert_array_equal(batch[key], rows[key], err_msg=key)
         if key not in tails and key in part:
@@ -87,7 +87,7 @@ def test_the_golden_head():
 def test_the_committed_files_are_what_the_script_writes(tmp_path):
     subprocess.run([sys.executable, "-I", str(GOLDEN / "make.py"), str(tmp_path)], check=True, timeout=60)
     made = {str(file.relative_to(tmp_path)): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-    assert len(made) == 1 + 6 * 3 + 3 * 2 + 1
+    assert len(made) == 1 + 7 * 3 + 3 * 2 + 1
     for name, data in made.items():
         assert (GOLDEN / name).read_bytes() == data, name
     assert sum(map(len, made.values())) < 50_000

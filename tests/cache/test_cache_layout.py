@@ -145,6 +145,8 @@ def test_k_slice_moves_the_dropped_mass_to_the_tail(tmp_path, fingerprint, rando
         ({"optional_arrays": ("draws:0",)}, "optional_arrays"),
         ({"optional_arrays": ("draws:4", "tail_draws:4")}, "optional_arrays"),
         ({"optional_arrays": ("draws:4", "draws:4")}, "optional_arrays"),
+        ({"optional_arrays": ("tail_draws:4", "tail_entropy:2")}, "optional_arrays"),
+        ({"optional_arrays": ("tail_entropy:1",)}, "tail_entropy"),
         ({"optional_arrays": ("hidden:4",)}, "optional_arrays"),
         ({"optional_arrays": ("hidden:4:../etc",)}, "optional_arrays"),
         ({"top_k": 0, "optional_arrays": ("draws:4",)}, "top_k"),

@@ -67,7 +67,7 @@ def test_both_kinds_keep_the_same_promises(make, tmp_path):
     assert place.far or place.free_bytes() > 0
 
 
-def test_every_command_takes_a_url(tiny, tmp_path, capsys):
+def test_every_command_takes_a_url(tiny, student, tmp_path, capsys):
     """Built, shown, verified, exported, audited, trained from: all behind a URL."""
     build = f"cache build --teacher {tiny.teacher} --dataset {tiny.text} --format text --length 48 --top-k 4 "
     build += "--eval-rows 2 --num-rows 12 --shard-rows 5 --device cpu --quiet --out "
@@ -90,7 +90,7 @@ def test_every_command_takes_a_url(tiny, tmp_path, capsys):
     audited = json.loads(run(f"cache audit {URL} --teacher {tiny.teacher} --rows 2 --device cpu --json"))
     assert audited["same_ids"] == 1.0
     out = tmp_path / "run"
-    recover = f"recover --model {tiny.teacher} --kd-cache-dir {URL} --recovery-r 2 --batch-size 2 --max-steps 2 "
+    recover = f"recover --checkpoint {student} --kd-cache-dir {URL} --recovery-r 2 --batch-size 2 --max-steps 2 "
     run(recover + f"--device cpu --quiet --out {out}")
     assert (out / "best").is_dir() and not (tmp_path / "memory:").exists()
     quantize = f"quantize --model {tiny.teacher} --kd-cache-dir {URL} --calibration-rows 8 --device cpu --quiet "

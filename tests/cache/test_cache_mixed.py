@@ -5,6 +5,7 @@ import pytest
 from toy_pipeline import cache_options, call
 
 from qat_lora.cache.read.dataset import KDCacheDataset, LaterConfig, MixedCaches
+from qat_lora.commands import cache
 from qat_lora.data.shuffle import global_batch
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import CacheError, ConfigError
@@ -38,6 +39,40 @@ def test_the_rows_of_every_step(caches):
             assert np.array_equal(whole, np.concatenate([batch[name] for batch in wanted])), (step, name)
     alone = MixedCaches(str(caches / "first"))
     assert np.array_equal(*(next(iter(d.batches(3, 1, 8, seed=3)))["input_ids"] for d in (alone, first)))
+
+
+def test_the_rows_of_a_step_that_is_held_out_are_in_no_other(caches, monkeypatch):
+    """Also where later caches join, and where their epochs end."""
+    mixed = MixedCaches(str(caches / "first"))
+    mixed.join(LaterConfig((f"{caches}/second@2", f"{caches}/third@4"), later_share=0.25), until=9)
+    monkeypatch.setattr(mixed, "rows", lambda numbers: numbers)
+
+    def rows_of_steps(**how):
+        steps = [np.concatenate(list(mixed.batches(step, 1, 4, 2, 3, **how))) for step in range(12)]
+        return [numbers[numbers >= 0].tolist() for numbers in steps]
+
+    usual = rows_of_steps()
+    assert min(map(len, usual)) < 8, "a step is not full"
+    for held_out in range(12):
+        found = rows_of_steps(held_out=held_out)
+        measured = found[held_out]
+        assert len(measured) == 8
+        for step in (step for step in range(12) if step != held_out):
+            assert found[step] == [number for number in usual[step] if number not in measured]
+
+
+def test_a_later_cache_may_have_the_tails_entropy_that_the_first_lacks_but_not_the_reverse(tiny, tmp_path, monkeypatch):
+    make, settings = cache.optional_arrays, {"num_rows": 4, "eval_rows": 0, "tail_draws": 2}
+    call("build_cache", cache_options(tiny, tmp_path / "new", **settings))
+    monkeypatch.setattr(cache, "optional_arrays", lambda *arrays: make(*arrays[:6]))
+    call("build_cache", cache_options(tiny, tmp_path / "old", **settings))
+    mixed = MixedCaches(str(tmp_path / "old"))
+    mixed.join(LaterConfig((f"{tmp_path}/new@1",)), 2)
+    assert "tail_entropy" not in mixed.rows([0, 5]) and "tail_entropy" in KDCacheDataset(str(tmp_path / "new")).rows(
+        [0]
+    )
+    with pytest.raises(CacheError, match="another contents than"):
+        MixedCaches(str(tmp_path / "new")).join(LaterConfig((f"{tmp_path}/old@1",)), 2)
 
 
 def test_what_does_not_fit_is_refused(caches, tiny, tmp_path):

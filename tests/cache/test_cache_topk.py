@@ -181,7 +181,8 @@ def _shards(folder):
 
 
 def test_builds_with_another_batch_size_or_in_two_parts_store_the_same(tmp_path, fingerprint):
-    fp = fingerprint(vocab_size=61, top_k=4, length=17, optional_arrays=optional_arrays(5, 7), seed=3)
+    arrays = optional_arrays(5, 7, tail_entropy=True)
+    fp = fingerprint(vocab_size=61, top_k=4, length=17, optional_arrays=arrays, seed=3)
     _build(tmp_path / "a", fp)
     _build(tmp_path / "b", fp, batch_rows=5)
     with CacheWriter(tmp_path / "c", fp, 3) as writer:  # killed after four rows: one shard of three is kept
@@ -190,7 +191,7 @@ def test_builds_with_another_batch_size_or_in_two_parts_store_the_same(tmp_path,
         writer.stop()
     _build(tmp_path / "c", fp, batch_rows=4)
     assert _shards(tmp_path / "a") == _shards(tmp_path / "b") == _shards(tmp_path / "c")
-    other = fingerprint(vocab_size=61, top_k=4, length=17, optional_arrays=optional_arrays(5, 7), seed=4)
+    other = fingerprint(vocab_size=61, top_k=4, length=17, optional_arrays=arrays, seed=4)
     _build(tmp_path / "d", other)
     a, d = (KDCacheDataset(tmp_path / name).rows(range(9)) for name in "ad")
     assert (a["draw_ids"] != d["draw_ids"]).mean() > 0.3
@@ -232,10 +233,43 @@ def test_a_cache_holds_draws_from_tail_and_teacher(tmp_path, fingerprint):
 
 
 def test_no_tail_gives_draws_of_zero(tmp_path, fingerprint):
-    fp = fingerprint(vocab_size=7, top_k=7, length=5, optional_arrays=optional_arrays(2, 0))
+    fp = fingerprint(vocab_size=7, top_k=7, length=5, optional_arrays=optional_arrays(2, 0, tail_entropy=True))
     _build(tmp_path / "c", fp, count=3)
     batch = KDCacheDataset(tmp_path / "c").rows(range(3))
     assert not batch["tail_draw_ids"].any() and np.isneginf(batch["log_tail"]).all()
+    assert not batch["tail_entropy"].any()
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_the_tails_entropy_is_the_draws_own_over_the_rows_targets(tmp_path, fingerprint, weights):
+    arrays = optional_arrays(400, weights=weights, tail_entropy=True)
+    fp = fingerprint(vocab_size=61, top_k=4, length=9, temperatures=(0.5, 1.0), optional_arrays=arrays)
+    documents = np.linspace(0, 2, 9).astype(np.float32)
+    rows = [RandomRow(i, 9, 61) for i in range(3)]
+    for row in rows:
+        row.weights = documents if weights else None
+        row.loss_mask = np.arange(9) % 4 != row.cursor
+    with CacheWriter(tmp_path / "c", fp, 3) as writer:
+        build_kd_cache(Teacher(61), rows, writer, ForwardSettings(2), quiet=True)
+    verify_cache(tmp_path / "c")
+    dataset, teacher = KDCacheDataset(tmp_path / "c"), Teacher(61)
+    batch = dataset.rows([0, 1, 2, -1])
+    assert batch["tail_entropy"].shape == (4, 1) and batch["tail_entropy"][3] == 0
+    with torch.no_grad():
+        hidden = teacher.hidden(torch.from_numpy(batch["input_ids"]), torch.from_numpy(batch["document_ids"]))
+        log_t = teacher.logits(hidden[:, :-1]).double().log_softmax(-1).numpy()
+    tail = np.exp(log_t)
+    np.put_along_axis(tail, batch["head_ids"], 0, -1)
+    own = -tail.sum(-1) * np.take_along_axis(log_t, batch["tail_draw_ids"], -1).mean(-1)
+    whole = -(tail * log_t).sum(-1)
+    counted = batch["target_mask"] * (documents[1:] if weights else 1.0)
+    assert not batch["target_mask"].all()  # positive control: the mask matters
+    for row in range(3):
+        wanted, analytic = ((values[row] * counted[row]).sum() / counted[row].sum() for values in (own, whole))
+        assert batch["tail_entropy"][row, 0] == pytest.approx(wanted, rel=1e-5)
+        assert wanted == pytest.approx(analytic, rel=0.05)  # which is its mean over all draws
+    dataset.optional = []
+    assert "tail_entropy" not in dataset.rows([0])
 
 
 # The random numbers of a row: uniform, and decided by seed, name and tokens alone.

@@ -191,6 +191,47 @@ def test_a_pack_and_its_cache_are_written_to_a_disk(packed, tmp_path):
             work(source, "memory://x/p")
 
 
+def test_what_lies_beside_the_output_is_others(packed, tmp_path):
+    """Also under the names that runs give their drafts in folders of their own."""
+    for name in (".d.new", ".d.old", ".d.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").write_text(name)
+    (tmp_path / "d").mkdir()
+    unpack_cache(packed, tmp_path / "d")
+    assert _files(tmp_path / "d") == _files(tmp_path / "c")
+    for name in (".d.new", ".d.old", ".d.tmp"):
+        assert (tmp_path / name / "thesis.txt").read_text() == name
+    assert sorted(path.name for path in tmp_path.glob(".d.*")) == [".d.new", ".d.old", ".d.tmp"]
+    assert (tmp_path / "d").stat().st_mode == (tmp_path / "c").stat().st_mode
+
+
+def test_two_unpacks_to_one_place_and_what_somebody_puts_there_meanwhile(packed, tmp_path):
+    """The first that ends has the place; the other is refused, and removes its own draft alone."""
+    began = []
+
+    def while_unpacking(work):
+        def progress(shard, size):
+            if not began:
+                began.append(shard)
+                work()
+
+        with pytest.raises(OutputExistsError, match="exists already; nothing was touched"):
+            unpack_cache(packed, tmp_path / "d", progress)
+
+    while_unpacking(lambda: unpack_cache(packed, tmp_path / "d"))
+    assert _files(tmp_path / "d") == _files(tmp_path / "c")
+    shutil.rmtree(tmp_path / "d")
+    began.clear()
+
+    def put():
+        (tmp_path / "d").mkdir()
+        (tmp_path / "d" / "thesis.txt").write_text("mine")
+
+    while_unpacking(put)
+    assert _files(tmp_path / "d") == {"thesis.txt": b"mine"}
+    assert not list(tmp_path.glob(".d*"))
+
+
 @pytest.mark.parametrize("point", ["shard-written:2", "sidecar-synced", "manifest-written"])
 def test_a_kill_leaves_nothing_half_written(packed, tmp_path, point):
     code = f"from qat_lora.cache.tools.transport import *; unpack_cache({str(packed)!r}, {str(tmp_path / 'c2')!r})"

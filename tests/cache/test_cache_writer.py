@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.build.writer import CacheWriter, Partition
 from qat_lora.cache.format.records import to_json
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.store import read_manifest, verify_cache
@@ -208,6 +209,8 @@ def test_a_finished_cache_takes_no_more(tmp_path, fingerprint, random_rows, writ
     fp = fingerprint()
     rows = random_rows(fp, 4)
     write_cache(tmp_path, fp, rows)
+    stranger = tmp_path / "s-000009.safetensors"
+    stranger.write_bytes((tmp_path / "s-000000.safetensors").read_bytes())
     before = _files(tmp_path)
     with CacheWriter(tmp_path, fp) as writer:
         assert writer.resume_state() == (4, {"row": 4}, 0, True)
@@ -317,6 +320,47 @@ def test_a_hole_in_the_series_is_not_papered_over(tmp_path, fingerprint, random_
     assert not (tmp_path / "manifest.json").exists()
 
 
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("lost", [("s-000000.json", "s-000001.json", "s-000002.json"), ("s-000002.json",)])
+def test_a_shard_that_lost_its_sidecar_is_named_and_stays(
+    tmp_path, fingerprint, random_rows, write_cache, finished, lost
+):
+    """The same build again after a copy that left sidecars out; before, it removed the shards and said nothing."""
+    fp = fingerprint()
+    rows = random_rows(fp, 6)
+    whole = _files(write_cache(tmp_path / "whole", fp, rows, 2))
+    shutil.copytree(tmp_path / "whole", tmp_path / "c")
+    for name in lost if finished else (*lost, "manifest.json"):
+        (tmp_path / "c" / name).unlink()
+    before = _files(tmp_path / "c")
+    if finished or len(lost) > 1:
+        what = "s-00000[012].json: is missing.*--overwrite" if finished else "s-000001.safetensors: has no sidecar"
+        with pytest.raises(CacheDamaged, match=what), CacheWriter(tmp_path / "c", fp, 2):
+            pass
+        assert _files(tmp_path / "c") == before
+        for name in lost:
+            (tmp_path / "c" / name).write_bytes(whole[name])
+    with CacheWriter(tmp_path / "c", fp, 2) as writer:  # the last shard alone may be what a kill left
+        done = writer.resume_state().rows
+        if not finished:
+            writer.append(_part(rows, done, 6), [{"row": i + 1} for i in range(done, 6)])
+    assert _files(tmp_path / "c") == whole
+
+
+@pytest.mark.parametrize("name", ["s-000001.safetensors", "e-000000.safetensors", "e-000000.json"])
+def test_a_finished_cache_without_one_of_its_files_is_not_complete(
+    tmp_path, fingerprint, random_rows, write_cache, name
+):
+    fp = fingerprint()
+    write_cache(tmp_path, fp, random_rows(fp, 6), 2, eval_rows=random_rows(fp, 1, seed=9))
+    (tmp_path / name).unlink()
+    before = _files(tmp_path)
+    expected = f"{name}: is missing.* copy it back.*--overwrite"
+    with pytest.raises(CacheDamaged, match=expected), CacheWriter(tmp_path, fp):
+        pass
+    assert _files(tmp_path) == before
+
+
 def test_what_a_row_must_be(tmp_path, fingerprint, random_rows):
     fp = fingerprint()
     good = random_rows(fp, 2)
@@ -343,6 +387,16 @@ def test_what_a_row_must_be(tmp_path, fingerprint, random_rows):
         refused("input_ids: .*; allowed: 0 to 30", **put("input_ids", 31))
         assert writer.resume_state().rows == 0
         writer.stop()
+
+
+def test_more_shards_than_there_are_numbers_are_refused_in_one_line(tmp_path, fingerprint, random_rows):
+    fp = fingerprint()
+    last = Partition(999_998, 999_999)
+    expected = "shard number 1,999,997: .*--shard-rows"
+    with pytest.raises(CacheError, match=expected), CacheWriter(tmp_path, fp, 1, partition=last) as writer:
+        writer.append(random_rows(fp, 2), [1, 2])
+    left = sorted(name for name in _files(tmp_path) if not name.startswith(".lock"))
+    assert left == ["s-999998.json", "s-999998.safetensors"]
 
 
 def test_a_cursor_that_copies_the_text_is_refused_before_the_shard(tmp_path, fingerprint, random_rows):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from toy_pipeline import (
     cache_options,
     call,
@@ -218,11 +218,16 @@ def test_an_interrupted_recovery_goes_on_to_the_same_result(done, tmp_path, monk
         for file in (whole / name).rglob("*.safetensors"):
             assert file.read_bytes() == (tmp_path / "run" / name / file.relative_to(whole / name)).read_bytes()
     best = [json.loads((run / "result.json").read_text()) for run in (whole, tmp_path / "run")]
-    assert best[0]["best_kl"] == best[1]["best_kl"] and best[1]["resumed_from"] == 3
+    assert best[0]["best_kl_bound"] == best[1]["best_kl_bound"] and best[1]["resumed_from"] == 3
 
 
 def test_a_plain_model_can_be_recovered_too(done, tiny, tmp_path):
-    options = recover_options(None, done["cache"], tmp_path / "run", checkpoint=None, model=str(tiny.teacher))
+    another = shutil.copytree(tiny.teacher, tmp_path / "another")
+    weights = load_file(another / "model.safetensors")
+    for name, tensor in weights.items():
+        weights[name] = tensor * 1.0001 if name.endswith("up_proj.weight") else tensor
+    save_file(weights, another / "model.safetensors", metadata={"format": "pt"})
+    options = recover_options(None, done["cache"], tmp_path / "run", checkpoint=None, model=str(another))
     run = call("recover", options)
     scores = call("evaluate", eval_options(tiny, {"same": run}, tmp_path / "eval"))
     assert scores["same"]["kl"] < 1e-3 and scores["same"]["bits_per_weight"] is None
@@ -344,7 +349,8 @@ def test_a_cache_that_is_none(done, tmp_path):
 
 def test_what_contradicts_itself(done, tiny, tmp_path):
     out = tmp_path / "out"
-    plain = recover_options(tiny.teacher, done["cache"], out, train_scales=True)
+    text = {"learn": "ce", "kd_cache_dir": None, "text": TextConfig(dataset=str(tiny.text)), "length": 32}
+    plain = recover_options(tiny.teacher, done["cache"], out, train_scales=True, **text)
     refused(ConfigError, ["train_scales"], "recover", plain)
     refused(ConfigError, ["quantised already"], "quantize", quantize_options(tiny, out, model=str(done["student"])))
     hot = recover_options(done["student"], done["cache"], out, objective=ObjectiveConfig(temperature=3.0))

@@ -216,8 +216,10 @@ def test_what_does_not_go_is_refused(tiny, tmp_path, prompts):
     ):
         with pytest.raises(ConfigError, match=words):
             replace(given, **changed)
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"text": " ".join(PROMPTS)}) + "\n")
     with pytest.raises(TextError, match="no prompt has 1 tokens or fewer"):
-        call("generate_cache", replace(given, length=25))
+        call("generate_cache", replace(given, length=25, text=TextConfig(dataset=str(long))))
 
 
 def test_ids_of_another_tokenizer_are_refused(tiny, tmp_path):

@@ -91,8 +91,8 @@ def test_the_template_writes_the_prompt(plain, talker):
     ids = chat_prompt(tokenizer, [{"role": "user", "content": "the loss"}])
     assert tokenizer.decode(ids) == "<user>the loss</user>\n<assistant>"
     options = GenerateOptions(student=str(talker), prompt="the loss", chat=True, max_new_tokens=6, run=part("unused"))
-    eos = tokenizer.eos_token_id
-    wanted = until_end(stream_ids(load_model(str(talker)), ids, 6, device=CPU), eos)
+    ends = {tokenizer.eos_token_id}
+    wanted = until_end(stream_ids(load_model(str(talker)), ids, 6, device=CPU), ends)
     assert run(generate, options) == tokenizer.decode(list(wanted))
     with pytest.raises(TextError, match="no chat template"):
         run(generate, replace(options, student=str(plain)))
@@ -112,7 +112,8 @@ def test_a_chat_of_two_turns(talker, monkeypatch, capsys):
     model, tokenizer = load_model(str(talker)), load_tokenizer(talker)
     for n in (2, 4):  # every answer follows all that was said before it
         ids = chat_prompt(tokenizer, messages[:n])
-        wanted = tokenizer.decode(list(until_end(stream_ids(model, ids, 8, device=CPU), tokenizer.eos_token_id)))
+        whole = until_end(stream_ids(model, ids, 8, device=CPU), {tokenizer.eos_token_id})
+        wanted = tokenizer.decode(list(whole))
         assert messages[n]["content"] == wanted and wanted in out
     assert len(spoken(monkeypatch, ["the loss", "/new", "a row"], talker)) == 2
 

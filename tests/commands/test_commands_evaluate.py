@@ -118,7 +118,7 @@ def test_sliding_is_the_perplexity_of_the_guide(done, tiny):
     found = call("evaluate", options)["teacher"]
     tokenizer, module = load_tokenizer(tiny.teacher), load_model(str(tiny.teacher)).module
     text = sorted(tiny.held_out.iterdir())[0].read_text()
-    ids = [tokenizer.bos_token_id, *tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
     windows, end = [], 0
     for begin in range(0, len(ids), 5):  # as https://huggingface.co/docs/transformers/perplexity has it
         before, end = end, min(begin + 32, len(ids))

@@ -121,9 +121,9 @@ def test_training_starts_from_the_quantised_student_and_helps(trained):
     name, out, seen = trained
     begin = out / ("blockwise" if name == "blockwise" else "quantised")
     assert torch.equal(hidden_of(begin), hidden_of(out / "start"))
-    kl = [json.loads(line)["kl"] for line in (out / "evaluations.jsonl").read_text().splitlines()]
+    kl = [json.loads(line)["kl_bound"] for line in (out / "evaluations.jsonl").read_text().splitlines()]
     result = json.loads((out / "result.json").read_text())
-    assert result["best_kl"] == min(kl) and result["step"] == 6 and result["bits_per_weight"] > 2
+    assert result["best_kl_bound"] == min(kl) and result["step"] == 6 and result["bits_per_weight"] > 2
     if name in ("scales", "blockwise", "ends"):
         assert kl[-1] < kl[0]
 
@@ -292,6 +292,6 @@ def test_a_quantised_head_trains_like_any_layer(tiny, work, tmp_path):
 
 def test_bfloat16_trains_scales_in_float32(tiny, work, tmp_path):
     run = call("qat", options(tiny, work[0], tmp_path / "run", run=replace(part(tmp_path / "run"), dtype="bfloat16")))
-    kl = [json.loads(line)["kl"] for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    kl = [json.loads(line)["kl_bound"] for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert kl[-1] < kl[0]
     shutil.rmtree(run)

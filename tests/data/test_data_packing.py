@@ -12,28 +12,43 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from qat_lora.data import tokenize as pieces
-from qat_lora.data.packing import draw_rows, empty_row, make_encoder, pack_rows, share, take_eval
+from qat_lora.data.framing import describe_packing
+from qat_lora.data.packing import (
+    Encoder,
+    answers_only,
+    draw_rows,
+    empty_row,
+    every_token,
+    make_encoder,
+    pack_rows,
+    share,
+    take_eval,
+)
 from qat_lora.data.sources import Document, TextConfig, open_documents
 from qat_lora.errors import ConfigError, TextError
 
 
-def byte_tokenizer(bos=None, eos=None, adds_bos=False):
-    """One token a byte; ids of special tokens from 256 on."""
+def byte_tokenizer(bos=None, eos=None, adds=None, template=None):
+    """One token a byte; ids of special tokens from 256 on; `adds`: what it puts around a text, "<s> $A"."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens([AddedToken(token, special=True) for token in dict.fromkeys([bos, eos]) if token])
-    if adds_bos:
-        bpe.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, bpe.token_to_id(bos))]
-        )
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=bos, eos_token=eos, model_max_length=8)
+    added = [token for token in (adds or "").split() if token != "$A"]
+    special = [token for token in dict.fromkeys([bos, eos, *added]) if token]
+    bpe.add_special_tokens([AddedToken(token, special=True) for token in special])
+    if adds:
+        known = [(token, bpe.token_to_id(token)) for token in special]
+        bpe.post_processor = processors.TemplateProcessing(single=adds, special_tokens=known)
+    made = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=bos, eos_token=eos, model_max_length=8)
+    made.chat_template = template
+    return made
 
 
 PIECE = 5  # tokens
 
 
+@Encoder
 def numbered(document):
     """Encode "5 7 9!" as tokens 5, 7, 9; a token followed by ! is a prompt's."""
     words = (document.text or "").split()
@@ -175,26 +190,163 @@ def test_shares_divide_the_documents(first, parts):
             assert list(open_share(start)) == expected[start:]
 
 
+# Begin and end tokens of texts
+
+
+IM = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+EOT = "{{ bos_token }}{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}"
+TURNS = "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.content }}<end_of_turn>{% endfor %}"
+FAMILIES = {  # bos, eos, what the tokenizer adds, chat template; what a text becomes
+    "GPT-2": ("<|endoftext|>", "<|endoftext|>", None, None, "ab<|endoftext|>"),
+    "SmolLM2-Instruct": ("<|im_start|>", "<|im_end|>", None, IM, "ab"),
+    "Qwen3": (None, "<|im_end|>", None, IM, "ab"),
+    "Qwen3-Base": (None, "<|endoftext|>", None, IM, "ab<|endoftext|>"),
+    "Llama 3": (
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|begin_of_text|> $A",
+        None,
+        "<|begin_of_text|>ab<|end_of_text|>",
+    ),
+    "Llama 3 Instruct": ("<|begin_of_text|>", "<|eot_id|>", "<|begin_of_text|> $A", EOT, "<|begin_of_text|>ab"),
+    "Gemma 3": ("<bos>", "<eos>", "<bos> $A", TURNS, "<bos>ab<eos>"),
+    "Mistral Instruct": ("<s>", "</s>", "<s> $A", "{{ m }}{{ eos_token }}", "<s>ab"),
+    "an end by itself": ("<s>", "</s>", "<s> $A </s>", "{{ m }}{{ eos_token }}", "<s>ab</s>"),
+    "its own end": ("<s>", "</s>", "$A <s>", None, "ab<s>"),
+    "an unknown end": ("<s>", "<stop>", None, None, "ab"),
+    "none": (None, None, None, None, "ab"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_gets_what_its_tokenizer_adds_and_an_end_that_ends_texts(family):
+    *given, expected = FAMILIES[family]
+    tokenizer = byte_tokenizer(*given)
+    encode = make_encoder(tokenizer)
+    ids, mask = joined(encode(Document("ab", None, "x")))
+    assert tokenizer.decode(ids) == expected
+    before = len(tokenizer(expected.partition("ab")[0], add_special_tokens=False)["input_ids"])
+    assert mask == [0] * before + [1] * (len(ids) - before)
+    assert encode.prefix == tuple(ids[:before])
+    told = f"rows and texts begin with {ids[0] if before else 'nothing'}, texts end with "
+    told += f"{ids[-1] if len(ids) - before == 3 else 'nothing'}; attention and positions restart at each"
+    assert describe_packing(tokenizer) == told
+
+
+def test_a_tokenizer_that_hides_what_it_adds_is_refused():
+    stranger = lambda text, add_special_tokens, **_: {"input_ids": [5, 6] if add_special_tokens else [7]}  # noqa: E731
+    with pytest.raises(TextError, match=r"tokenizer: turns the letter a into the ids \[5, 6\] .* cannot be told"):
+        make_encoder(stranger)
+
+
+# Begin tokens of rows
+
+
+def begun(documents, encode, length):
+    """The oracle's rows as (ids, mask, starts), one token at a time, with begin tokens where a document goes on."""
+    rows, row = [], []
+    for document in documents:
+        tokens = list(zip(*joined(encode(document)), strict=True))
+        before = list(encode.prefix) if [t for t, _ in tokens][: len(encode.prefix)] == list(encode.prefix) else []
+        for i, (token, counts) in enumerate(tokens):
+            if not row:
+                row = [(known, 0, at == 0) for at, known in enumerate(before[:i])]
+            starts = not row or i == 0
+            row.append((token, 0 if starts else counts, starts))
+            if len(row) == length:
+                rows.append(row)
+                row = []
+    if row:
+        rows.append(row + [(0, 0, at == 0) for at in range(length - len(row))])
+    return rows
+
+
+@pytest.mark.parametrize("adds", [None, "<s> $A", "<s> <t> $A", "<s> <t> <u> $A </s>"])
+@pytest.mark.parametrize("length", [4, 5, 7, 19])
+def test_every_row_begins_as_the_tokenizer_begins_texts_and_no_token_is_lost_or_doubled(adds, length):
+    tokenizer = byte_tokenizer("<s>", "</s>", adds)
+    encode = make_encoder(tokenizer)
+    texts = ["the river of light", "a", "", "bc", "is 1998 metres long, they say", "x" * 11]
+    documents = [Document(text, None, text) for text in texts]
+    rows = list(pack_rows(documents, encode, length))
+    assert [plain(row) for row in rows] == begun(documents, encode, length)
+    prefix, special = list(encode.prefix), set(tokenizer.all_special_ids) | set(encode.prefix)
+    real = np.concatenate([row.input_ids for row in rows])
+    real = real[: len(real) - sum(int(i == 0) for i in rows[-1].input_ids)]
+    assert tokenizer.decode([i for i in real if i not in special]) == "".join(texts)
+    for i, row in enumerate(rows):
+        if prefix:
+            assert row.input_ids[: len(prefix)].tolist() == prefix and not row.loss_mask[: len(prefix)].any()
+        rest = list(pack_rows(documents[row.cursor["document"] :], encode, length, row.cursor))
+        assert [(plain(a), a.cursor) for a in rest] == [(plain(b), b.cursor) for b in rows[i + 1 :]]
+    if prefix:  # then every token of the text is predicted, once
+        counted = [t for row in rows for t, m in zip(row.input_ids, row.loss_mask, strict=True) if m]
+        assert tokenizer.decode([i for i in counted if i not in special]) == "".join(texts)
+
+
+def test_rows_that_go_on_begin_anew_by_hand():
+    encode = make_encoder(byte_tokenizer("<s>", "</s>", "<s> $A"))
+    rows = list(pack_rows([Document("abcdefg", None, "x"), Document("hi", None, "y")], encode, 5))
+    begin, end = 256, 257
+    a, b, c, d, e, f, g, h, i = byte_tokenizer()("abcdefghi")["input_ids"]
+    assert [row.input_ids.tolist() for row in rows] == [
+        [begin, a, b, c, d],
+        [begin, e, f, g, end],
+        [begin, h, i, end, 0],
+    ]
+    assert [row.loss_mask.tolist() for row in rows] == [[0, 1, 1, 1, 1], [0, 1, 1, 1, 1], [0, 1, 1, 1, 0]]
+    assert [row.cursor for row in rows] == [
+        {"document": 0, "token": 5},
+        {"document": 1, "token": 0},
+        {"document": 2, "token": 0},
+    ]
+
+
+def test_a_row_has_room_for_a_token_behind_the_begin_tokens():
+    encode = make_encoder(byte_tokenizer("<s>", None, "<s> <t> $A"))
+    with pytest.raises(ConfigError, match="length: 2 tokens .* allowed: 3 or more"):
+        next(pack_rows([], encode, 2))
+    assert len(list(pack_rows([Document("abc", None, "x")], encode, 3))) == 3
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_chat_goes_on_as_its_template_begins_it(begins):
+    template = (
+        "{% for m in messages %}{{ m.role[0] }}>{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}a>{% endif %}"
+    )
+    tokenizer = byte_tokenizer("<s>", "</s>", "<s> $A", "{{ bos_token }}" * begins + template)
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "because of that"}]
+    encode = make_encoder(tokenizer)
+    documents = [Document(None, chat, "chat")]
+    rows = list(pack_rows(documents, encode, 7))
+    assert [plain(row) for row in rows] == begun(documents, encode, 7)
+    assert all((row.input_ids[0] == tokenizer.bos_token_id) == begins for row in rows) and len(rows) > 2
+    assert joined(encode(documents[0]))[0].count(tokenizer.bos_token_id) == begins
+
+
+def test_a_model_s_text_goes_on_as_it_began():
+    encode = make_encoder(byte_tokenizer("<s>", "</s>", "<s> $A"))
+    letters = byte_tokenizer()("abcdefgh")["input_ids"]
+    for ids, begins in (([256, *letters], True), (letters, False)):
+        text = ("<s>" if begins else "") + "abcdefgh"
+        document = Document(text, None, "written", (ids, 3))
+        rows = list(pack_rows([document], encode, 4))
+        assert [plain(row) for row in rows] == begun([document], encode, 4)
+        assert all((row.input_ids[0] == 256) == begins for row in rows)
+
+
+def test_wrapped_encoders_begin_rows_alike():
+    encode = make_encoder(byte_tokenizer("<s>", "</s>", "<s> $A"))
+    documents = [Document("abcdefghijk", None, "x")]
+    for wrap in (every_token, answers_only):
+        assert wrap(encode).prefix == (256,)
+    rows = list(pack_rows(documents, every_token(encode), 4))
+    assert [row.input_ids[0] for row in rows] == [256] * len(rows)
+    assert [row.loss_mask[0] for row in rows] == [0] * len(rows)
+
+
 # Encoding
-
-
-@pytest.mark.parametrize("adds_bos", [False, True])
-def test_a_text_is_framed_by_bos_and_eos_once(adds_bos):
-    tokenizer = byte_tokenizer("<s>", "</s>", adds_bos)
-    ids, mask = joined(make_encoder(tokenizer)(Document("ab \u00fc", None, "x")))
-    assert (ids[0], ids[-1]) == (tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 257)
-    assert tokenizer.decode(ids[1:-1]) == "ab \u00fc"
-    assert len(ids) == 7 and mask == [1] * 7
-
-
-def test_a_tokenizer_without_special_tokens_frames_nothing():
-    tokenizer = byte_tokenizer()
-    assert tokenizer.decode(joined(make_encoder(tokenizer)(Document("ab", None, "x")))[0]) == "ab"
-
-
-def test_one_token_may_be_both_ends():
-    ids, _ = joined(make_encoder(byte_tokenizer("<|endoftext|>", "<|endoftext|>"))(Document("ab", None, "x")))
-    assert (ids[0], ids[-1], len(ids)) == (256, 256, 4)
 
 
 def test_blank_documents_are_no_tokens():
@@ -251,18 +403,18 @@ def small_windows(monkeypatch):
         monkeypatch.setattr(pieces, name, value)
 
 
-def test_a_document_in_pieces_packs_and_resumes_like_the_whole(small_windows):
+@pytest.mark.parametrize("adds", [None, "<s> $A"])
+def test_a_document_in_pieces_packs_and_resumes_like_the_whole(small_windows, adds):
     text = "".join(f"Line {i} of the document, {'very ' * (i % 5)}long — \u00fc\n" for i in range(24))
-    encode = make_encoder(byte_tokenizer("<s>", "</s>"))
+    encode = make_encoder(byte_tokenizer("<s>", "</s>", adds))
+    begin = [256] if adds else []
     documents = [Document(name, None, name) for name in ("before", "", "after")]
     documents[1:1] = [Small(text, None, "long")]
     assert len(list(encode(documents[1]))) > 6
-    whole = [256, *byte_tokenizer()(text)["input_ids"], 257]
-    assert joined(encode(documents[1])) == (whole, [1] * len(whole))
+    whole = [*begin, *byte_tokenizer()(text)["input_ids"], 257]
+    assert joined(encode(documents[1])) == (whole, [0] * len(begin) + [1] * (len(whole) - len(begin)))
     rows = list(pack_rows(documents, encode, 19))
-    flat = [joined(encode(document))[0] for document in documents]
-    expected = [token for ids in flat for token in ids]
-    assert np.concatenate([row.input_ids for row in rows]).tolist()[: len(expected)] == expected
+    assert [plain(row) for row in rows] == begun(documents, encode, 19)
     assert sum(int(row.doc_starts[1:].sum()) for row in rows) <= 3  # a piece begins no document
     for i, row in enumerate(rows):
         rest = list(pack_rows(documents[row.cursor["document"] :], encode, 19, row.cursor))
@@ -293,7 +445,7 @@ def test_lone_surrogates_stop_no_build(tmp_path):
     with pytest.raises((TypeError, UnicodeError)):
         tokenizer("a\ud800b")  # the control
     documents = open_documents(TextConfig(dataset=str(tmp_path)))
-    texts = [tokenizer.decode(joined(make_encoder(tokenizer)(document))[0][1:-1]) for document in documents]
+    texts = [tokenizer.decode(joined(make_encoder(tokenizer)(document))[0][:-1]) for document in documents]
     assert texts == ["a\ufffdb", "c\0d"]
 
 
@@ -341,7 +493,7 @@ def test_real_files_resume_at_every_row_across_open_documents(tmp_path):
         (tmp_path / f"f{i}.txt").write_text("".join(chr(97 + (j * 7 + i) % 26) for j in range(size)))
     config, encode = TextConfig(dataset=str(tmp_path)), make_encoder(byte_tokenizer("<s>", "</s>"))
     rows = list(pack_rows(open_documents(config), encode, 19))
-    assert len(rows) == -(-(50 + 3 + 200 + 1 + 90 + 5 * 2) // 19)
+    assert len(rows) == -(-(50 + 3 + 200 + 1 + 90 + 5) // 19)
     for i, row in enumerate(rows):
         rest = pack_rows(open_documents(config, row.cursor["document"]), encode, 19, row.cursor)
         assert [plain(r) for r in rest] == [plain(r) for r in rows[i + 1 :]]

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from qat_lora.data.packing import PackedRow, TextDataset, answers_only, every_token, pack_rows
+from qat_lora.data.packing import Encoder, PackedRow, TextDataset, answers_only, every_token, pack_rows
 from qat_lora.data.shuffle import global_batch, permuted, steps_per_epoch
 from qat_lora.data.sources import Document
 from qat_lora.errors import ConfigError, TextError
@@ -17,6 +17,7 @@ def documents(count):
     return [Document(text="x" * (3 + 5 * i % 11), messages=None, name=f"d{i}") for i in range(count)]
 
 
+@Encoder
 def encode(document):
     ids = [ord(letter) % 50 + len(document.text) for letter in document.text]
     return [(ids, [1] * len(ids))]
@@ -78,6 +79,43 @@ def test_documents_weigh_what_they_say():
     assert "weights" not in TextDataset(packed()).rows([0]) and packed()[0].weights is None
 
 
+def numbered(rows):
+    """Return a text whose row i holds token i alone."""
+    ones = np.ones(LENGTH, np.bool_)
+    return TextDataset([PackedRow(np.full(LENGTH, i, np.int32), ones.astype(np.uint8), ones, {}) for i in range(rows)])
+
+
+def rows_of_steps(data, steps, accumulation, replicas, **how):
+    """Return the numbers of the rows that count, step by step; every micro-batch has two rows."""
+    parts = [list(data.batches(0, steps, 2, accumulation, 5, r, replicas, **how)) for r in range(replicas)]
+    micros = list(itertools.chain(*zip(*parts, strict=True)))
+    assert all(micro["input_ids"].shape == (2, LENGTH) for micro in micros)
+    per_step = accumulation * replicas
+    found = []
+    for step in range(steps):
+        of_step = micros[step * per_step : (step + 1) * per_step]
+        real = [micro["input_ids"][micro["target_mask"].any(1), 0] for micro in of_step]
+        found.append(np.concatenate(real).tolist())
+    return found
+
+
+@pytest.mark.parametrize(("accumulation", "replicas"), [(1, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("rows", [2, 5, 9, 13, 40])
+def test_the_rows_of_a_step_that_is_held_out_are_in_no_other(rows, accumulation, replicas):
+    data, steps, step_rows = numbered(rows), 11, 2 * accumulation * replicas
+    usual = rows_of_steps(data, steps, accumulation, replicas)
+    for held_out in range(steps):
+        found = rows_of_steps(data, steps, accumulation, replicas, held_out=held_out)
+        measured = found[held_out]
+        assert len(measured) == min(step_rows, max(1, rows // 2)), "a full step, also where an epoch ends"
+        for step in (step for step in range(steps) if step != held_out):
+            assert found[step] == [number for number in usual[step] if number not in measured]
+
+
+def test_a_single_row_is_measured_and_trained_on():
+    assert rows_of_steps(numbered(1), 3, 1, 1, held_out=1) == [[0], [0], [0]]
+
+
 def test_a_replica_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="^replica: 2 of 2"):
         next(TextDataset(packed()).batches(0, 1, 2, 1, 0, 2, 2))
@@ -91,6 +129,7 @@ def test_a_text_without_targets_is_refused():
 
 
 def test_ce_counts_every_token_and_sft_the_answers_of_chats_only():
+    @Encoder
     def masked(document):
         return [([1, 2, 3], [0, 0, 1])]
 

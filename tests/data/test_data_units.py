@@ -6,7 +6,7 @@ import pyarrow.parquet
 import pytest
 
 from qat_lora.data import sources
-from qat_lora.data.packing import pack_rows
+from qat_lora.data.packing import Encoder, pack_rows
 from qat_lora.data.sources import TextConfig, describe_source, open_documents, own_documents, units
 
 
@@ -56,6 +56,7 @@ def test_a_builder_goes_on_at_a_cursor(tmp_path):
     config = folder(tmp_path / "t")
     series = own_documents(config, units(config, 2), 0, 1, 2)
 
+    @Encoder
     def encode(document):
         ids = list("".join(document.parts()).encode())
         return iter([(ids, [1] * len(ids))])

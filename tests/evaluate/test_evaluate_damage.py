@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_evaluate_score import VOCABULARY, Table
 
-from qat_lora.data.packing import pack_rows
+from qat_lora.data.packing import Encoder, pack_rows
 from qat_lora.data.sources import Document
 from qat_lora.evaluate.damage import PERCENTILES, WORST, Damage, damage_report
 from qat_lora.evaluate.protocols import sliding_rows
@@ -29,6 +29,7 @@ def damage_of(kind, teacher, students):
             names.append(f"document {i}")
             yield Document(str(size), None, names[-1])
 
+    @Encoder
     def encode(document):
         ids = TOKENS[int(document.name.split()[1])]
         return [(part, np.ones(len(part), np.uint8)) for part in np.array_split(ids, min(2, len(ids)))]

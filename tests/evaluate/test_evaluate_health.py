@@ -15,7 +15,7 @@ from qat_lora.models.load import load_model
 def test_figures_by_hand():
     loop = [1, 2, 1, 2, 1, 2, 1, 2]  # 5 runs of four, 2 different
     ends = [3, 4, 5, 0, 9, 9, 9]
-    found = health([loop, ends], eos_id=0)
+    found = health([loop, ends], {0})
     assert found == {
         "repetition": pytest.approx((3 / 5 + 0) / 2),
         "distinct_1": pytest.approx(5 / 11),
@@ -23,8 +23,8 @@ def test_figures_by_hand():
         "termination": 0.5,
         "tokens": 5.5,
     }
-    assert health([loop, ends], None)["termination"] == 0
-    assert health([[0], [0, 1]], 0) == dict.fromkeys(("repetition", "distinct_1", "distinct_2", "tokens"), 0.0) | {
+    assert health([loop, ends], set())["termination"] == 0
+    assert health([[0], [0, 1]], {0}) == dict.fromkeys(("repetition", "distinct_1", "distinct_2", "tokens"), 0.0) | {
         "termination": 1.0
     }
 

@@ -14,7 +14,9 @@ from qat_lora.errors import ModelError
 from qat_lora.export import gguf_model
 from qat_lora.export.gguf import TABLES, save_base
 from qat_lora.export.gguf_model import SPLITS, architecture, gguf_name, notes, row_order, vocabulary, write_vocabulary
+from qat_lora.files.gguf_header import read_header
 from qat_lora.layers.convert import linear_layers, quantize_targets
+from qat_lora.models.end_tokens import header_end_ids
 from qat_lora.models.load import load_model, load_tokenizer
 from qat_lora.quant.presets import preset
 
@@ -163,6 +165,57 @@ def test_what_is_not_known_is_refused_before_anything_is_written(tiny, tmp_path)
     with pytest.raises(ModelError, match="activation gelu"):
         call("export", export_options(folder, tmp_path / "out", form="gguf"))
     assert not (tmp_path / "out").exists()
+
+
+def test_the_base_and_the_factors_of_llama_3(tmp_path):
+    """The settings of Llama 3.2's published config.json; the base is nobody's default."""
+    folder = make_model("llama", tmp_path / "model")
+    scaling = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
+    scaling["original_max_position_embeddings"] = 8192
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("rope_parameters", "rope_theta"):
+        config.pop(name, None)
+    config |= {"rope_theta": 123456.0, "rope_scaling": scaling, "max_position_embeddings": 131072}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = make_sentencepiece(TEXT, folder)
+    save_base(load_model(str(folder)), {}, tokenizer, tmp_path / "base.gguf", "float32", "llama")
+    reader = gguf.GGUFReader(tmp_path / "base.gguf")
+    assert reader.get_field("llama.rope.freq_base").contents() == 123456.0
+    (factors,) = (tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight")
+    wanted = []
+    for i in range(0, 32, 2):  # of a head of 32; the waves are sorted by 8192 / 4 and 8192 / 1 tokens
+        wave = 2 * np.pi * 123456.0 ** (i / 32)
+        share = np.clip((8192 / wave - 1) / 3, 0, 1)
+        wanted.append(1 / ((1 - share) / 32 + share))
+    assert 1 == min(wanted) < max(wanted) == 32 and len({*wanted}) > 3
+    np.testing.assert_allclose(factors, wanted, rtol=1e-5)
+
+
+END_OF = {
+    "gemma": ("<end_of_turn>", "{{ m }}<end_of_turn>", {"eot": "<end_of_turn>"}),
+    "llama 3": ("<|eot_id|> <|eom_id|>", "{{ m }}<|eot_id|><|eom_id|>", {"eot": "<|eot_id|>", "eom": "<|eom_id|>"}),
+    "not in the template": ("<|eot_id|>", "{{ m }}", {}),
+    "not in the vocabulary": ("", "{{ m }}<|end|>", {}),
+    "no template": ("<|eot_id|>", None, {}),
+    "its eos": ("<|im_end|>", "{{ m }}</s>", {"eot": "</s>"}),
+}
+
+
+@pytest.mark.parametrize("case", END_OF)
+def test_the_tokens_that_end_a_turn(case, tmp_path):
+    added, template, wanted = END_OF[case]
+    folder = make_model("mistral", tmp_path / "model")
+    tokenizer = make_sentencepiece(TEXT, folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": added.split()})
+    tokenizer.chat_template = template
+    save_base(load_model(str(folder)), {}, tokenizer, tmp_path / "base.gguf", "float32", "mistral")
+    settings = read_header(tmp_path / "base.gguf").settings
+    found = {name: settings.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")}
+    vocab = tokenizer.get_vocab()
+    assert {name: index for name, index in found.items() if index is not None} == {
+        name: vocab[token] for name, token in wanted.items()
+    }
+    assert header_end_ids(settings) == {tokenizer.eos_token_id, *(vocab[token] for token in wanted.values())}
 
 
 def test_the_size_of_qwen3_06b():

@@ -254,6 +254,36 @@ def test_nothing_of_others_is_lost_in_many_more(tmp_path, steps):
     assert play(tmp_path / "play", steps) is None
 
 
+def test_outside_of_a_run_no_name_makes_a_folder_ours(tmp_path):
+    """`.NAME.new` and `.NAME.old` are known by a run's list; where there is none they are somebody's."""
+    names = (".new", ".best.new", ".best.old", ".step-1.old", ".step-1.new")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis").write_text(name)
+    restore_dir(tmp_path / "best")
+    remove_leftovers(tmp_path)
+    with atomic_dir(tmp_path / "best") as draft:
+        fill(draft, "first")
+    with pytest.raises(OutputExistsError, match="best: exists already"), atomic_dir(tmp_path / "best"):
+        raise AssertionError("no folder to fill")
+    with moved_into(tmp_path) as draft:
+        fill(draft, "moved")
+    (tmp_path / "step-1").mkdir()
+    discard(tmp_path / "step-1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "best", "base", "weights"])
+    assert [(tmp_path / name / "thesis").read_text() for name in names] == [*names]
+    assert (tmp_path / "best" / "base" / "weights").read_text() == "first"
+    assert (tmp_path / "base" / "weights").read_text() == (tmp_path / "weights").read_text() == "moved"
+
+
+def test_a_draft_of_another_process_is_not_removed(tmp_path):
+    """Two that write one name where the file system's locks keep nobody out."""
+    (tmp_path / ".s.tmp").write_bytes(b"theirs, half written")
+    with pytest.raises(FileExistsError):
+        files.write_new(tmp_path / "s", [b"ours"], "shard")
+    assert (tmp_path / ".s.tmp").read_bytes() == b"theirs, half written" and not (tmp_path / "s").exists()
+
+
 def test_control_emptying_the_folder_fails_the_same_steps(tmp_path, monkeypatch):
     def empty(out, names):
         for path in out.iterdir():

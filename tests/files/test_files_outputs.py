@@ -53,6 +53,29 @@ def test_another_run_is_refused_by_name_and_untouched(tmp_path, command, changed
     assert tree(tmp_path) == before
 
 
+def test_credentials_are_not_in_the_mark_and_old_marks_that_hold_them_still_fit(tmp_path, monkeypatch):
+    """They decide no content: the same text with another key is the same run, another text is not."""
+
+    def settings(secret, name="t"):
+        return {"text": {"dataset": f"s3://KEY:{secret}@b/{name}"}, "domain": [f"web=https://u:{secret}@h/{name}"]}
+
+    claim(tmp_path / "new", "eval", settings("S3CR3T"), False)
+    complete(tmp_path / "new")
+    with monkeypatch.context() as before:  # as older releases wrote it
+        before.setattr(outputs, "redact", str)
+        claim(tmp_path / "old", "eval", settings("S3CR3T"), False)
+    assert "S3CR3T" in (tmp_path / "old" / MARK).read_text()
+    assert claim(tmp_path / "old", "eval", settings("S3CR3T"), False) is False
+    complete(tmp_path / "old")
+    for out in (tmp_path / "new", tmp_path / "old"):
+        text = (out / MARK).read_text()
+        assert "S3CR3T" not in text and "KEY" not in text and "s3://***@b/t" in text and "web=https://***@h/t" in text
+        assert claim(out, "eval", settings("S3CR3T"), False) is True
+        assert claim(out, "eval", settings("0TH3R"), False) is True
+        with pytest.raises(OutputExistsError, match="text.dataset was"):
+            claim(out, "eval", settings("S3CR3T", "other") | {"domain": settings("S3CR3T")["domain"]}, False)
+
+
 def test_a_setting_that_is_gone_is_named(tmp_path):
     claim(tmp_path, "recover", SETTINGS, False)
     with pytest.raises(OutputExistsError, match="seed was 1, now null"):

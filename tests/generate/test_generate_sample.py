@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import processors
 from toy_pipeline import part
 from transformers import AutoModelForCausalLM
 
 from qat_lora.commands.generate import generate
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.generate.sample import continue_text, stream_ids, until_end
+from qat_lora.generate.sample import continue_text, plain_prompt, stream_ids, until_end
 from qat_lora.models.load import load_model, load_tokenizer
 from qat_lora.options import ChatOptions, GenerateOptions
 from qat_lora.runtime.launch.select import select_runtime
@@ -39,8 +40,8 @@ def model(lively):
     return load_model(str(lively))
 
 
-def continue_ids(model, prompt, new, eos_id=None, **settings):
-    return list(until_end(stream_ids(model, prompt, new, device=CPU, **settings), eos_id))
+def continue_ids(model, prompt, new, ends=frozenset(), **settings):
+    return list(until_end(stream_ids(model, prompt, new, device=CPU, **settings), ends))
 
 
 def plain_argmax(folder, prompt, tokens):
@@ -74,8 +75,8 @@ def test_one_forward_of_the_row_and_then_one_of_a_token(model):
 def test_ends_at_the_end_token_which_is_not_returned(model):
     free = continue_ids(model, PROMPT, 24)
     for eos in free[3:6]:
-        assert continue_ids(model, PROMPT, 24, eos_id=eos) == free[: free.index(eos)]
-    assert continue_ids(model, PROMPT, 24, eos_id=free[0]) == []
+        assert continue_ids(model, PROMPT, 24, ends={eos}) == free[: free.index(eos)]
+    assert continue_ids(model, PROMPT, 24, ends={free[0]}) == []
 
 
 def test_the_continuation_is_a_prefix_of_a_longer_one(model):
@@ -128,7 +129,7 @@ def test_the_longest_that_fits_is_allowed(model):
 def test_text(lively, model, capsys):
     tokenizer = load_tokenizer(lively)
     ids = tokenizer("the model", add_special_tokens=False)["input_ids"]
-    wanted = tokenizer.decode(plain_argmax(lively, [tokenizer.bos_token_id, *ids], 8))
+    wanted = tokenizer.decode(plain_argmax(lively, ids, 8))
     wanted = wanted.split(tokenizer.eos_token)[0]
     assert continue_text(model, tokenizer, "the model", 8, device=CPU) == wanted
     run = replace(part("unused"), quiet=False, out=None)
@@ -145,3 +146,15 @@ def test_no_such_model():
     options = GenerateOptions(student="/nowhere/model", prompt="a", run=part("unused"))
     with pytest.raises(ModelError, match="/nowhere/model"):
         generate(options, runtime)
+
+
+def test_a_prompt_begins_as_the_tokenizer_begins_texts(lively):
+    tokenizer = load_tokenizer(lively)
+    ids = tokenizer("the model", add_special_tokens=False)["input_ids"]
+    assert plain_prompt(tokenizer, "the model") == ids  # though it has a bos, which it never adds
+    assert plain_prompt(tokenizer, "") == [tokenizer.bos_token_id]
+    end = tokenizer.eos_token
+    adding = processors.TemplateProcessing(single=f"{end} $A", special_tokens=[(end, 0)])
+    tokenizer.backend_tokenizer.post_processor = adding
+    assert plain_prompt(tokenizer, "the model") == [0, *ids]
+    assert plain_prompt(tokenizer, "") == [0]

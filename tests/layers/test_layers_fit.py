@@ -6,9 +6,9 @@ import torch
 
 from qat_lora.errors import ConfigError
 from qat_lora.layers.calibrate.fit import (
+    EFFORTS,
     INPUT_FLOOR,
     OUTPUT_FLOOR,
-    TURNS,
     FitSettings,
     Metric,
     _move_out,
@@ -205,15 +205,16 @@ def test_beyond_both_spans_an_error_costs_what_its_best_adapter_leaves_and_small
 
 
 @pytest.mark.parametrize("joint_rank", [0, 6])
-def test_outputs_that_are_known_whole_are_descended_in(joint_rank, monkeypatch):
+def test_outputs_that_are_known_whole_are_descended_in(joint_rank):
     inputs, outputs = moment_of(64, 1), moment_of(48, 2)
     given = torch.from_numpy(inputs), torch.from_numpy(outputs)
     left = np.zeros((3, 4))
     for seed in range(4):
         weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(seed))
         for way, (rounds, known) in enumerate(((0, given[1]), (2, given[1]), (2, given[1].diagonal()))):
-            monkeypatch.setattr("qat_lora.layers.calibrate.fit.TWO_SIDED_ROUNDS", rounds)
-            found = fit_layer(weight, SPEC, FitSettings("descent", joint_rank, joint_rank), given[0], known)
+            effort = EFFORTS["best"]._replace(two_sided_rounds=rounds)
+            settings = FitSettings("descent", joint_rank, joint_rank, effort=effort)
+            found = fit_layer(weight, SPEC, settings, given[0], known)
             factors = found.factors and correction(weight - found.quantised.dense(SPEC), joint_rank, *given)
             corrected = found.quantised.dense(SPEC) + (factors.b_OR @ factors.a_RI if factors else 0)
             left[way, seed] = cost((weight - corrected).double().numpy(), inputs, outputs)
@@ -224,11 +225,15 @@ def test_outputs_that_are_known_whole_are_descended_in(joint_rank, monkeypatch):
 
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("joint_rank", [0, 4])
-def test_the_dry_runs_columns_are_those_that_are_solved(joint_rank, coupled, monkeypatch):
+@pytest.mark.parametrize("effort", EFFORTS.values(), ids=EFFORTS)
+def test_the_dry_runs_columns_are_those_that_are_solved(effort, joint_rank, coupled, monkeypatch):
     seen, snap = [], gptq.Grid.snap
     monkeypatch.setattr(loop, "PIECE", 0)  # of which a host takes columns by NumPy
     monkeypatch.setattr(gptq.Grid, "snap", lambda *given: (seen.append(1), snap(*given))[1])
     weight = torch.randn(40, 48, generator=torch.Generator().manual_seed(0))
     outputs = torch.from_numpy(moment_of(40, 2)) if coupled else None
-    fit_layer(weight, SPEC, FitSettings("descent", 4, joint_rank), torch.from_numpy(moment_of(48, 1)), outputs)
-    assert len(seen) == layer_work(40, 48, SPEC, 1 + TURNS if joint_rank else 1, True, 2, coupled).columns
+    settings = FitSettings("descent", 4, joint_rank, effort=effort)
+    fit_layer(weight, SPEC, settings, torch.from_numpy(moment_of(48, 1)), outputs)
+    turns = 1 + effort.turns if joint_rank else 1
+    planned = layer_work(40, 48, SPEC, turns, True, 2, coupled, effort, bool(joint_rank))
+    assert len(seen) == planned.columns

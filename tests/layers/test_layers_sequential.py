@@ -9,7 +9,7 @@ from qat_lora.errors import ModelError
 from qat_lora.layers.calibrate.fisher import drawn_log_likelihood, sensitivities
 from qat_lora.layers.calibrate.fit import FitSettings
 from qat_lora.layers.calibrate.quantize import LayerFitter, quantize_layers, second_moments
-from qat_lora.layers.calibrate.sequential import aimed_weight, quantize_sequential
+from qat_lora.layers.calibrate.sequential import Moments, aimed_weight, quantize_sequential
 from qat_lora.layers.convert import add_lora, quant_layers, quantize_targets
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.quant.presets import preset
@@ -56,18 +56,52 @@ def batches(seed, count=6):
     return [torch.randint(0, 50, (8, 16), generator=draw) for _ in range(count)]
 
 
-def test_the_aimed_weight_is_the_least_squares_map_from_the_students_inputs():
+@pytest.mark.parametrize("tokens", [500, 20])
+def test_the_aimed_weight_is_the_least_squares_map_from_the_students_inputs(tokens):
     draw = np.random.default_rng(0)
-    x = draw.normal(size=(500, 8)) @ draw.normal(size=(8, 8))
-    y = x + 0.3 * draw.normal(size=(500, 8)) @ draw.normal(size=(8, 8))
+    x = draw.normal(size=(tokens, 8)) @ draw.normal(size=(8, 8))
+    y = x + 0.3 * draw.normal(size=(tokens, 8)) @ draw.normal(size=(8, 8))
     weight = draw.normal(size=(5, 8))
-    moment, shift = y.T @ y / 500, (x - y).T @ y / 500
-    given = (torch.from_numpy(a) for a in (weight, moment, shift))
+    moment, shift = y.T @ y / tokens, (x - y).T @ y / tokens
     # The same problem with the damping as 8 more tokens, on which the weight is to stay as it is.
-    extra = np.sqrt(500 * 0.01 * np.diag(moment).mean()) * np.eye(8)
+    own = np.diag(moment)
+    extra = np.diag(np.sqrt(tokens * (0.01 * own.mean() + 4 * 8 / tokens * own)))
     inputs, wanted = np.concatenate([y, extra]), np.concatenate([x @ weight.T, extra @ weight.T])
     expected = np.linalg.lstsq(inputs, wanted, rcond=None)[0].T
-    assert np.allclose(aimed_weight(*given).numpy(), expected, atol=1e-4)
+    found = aimed_weight(torch.from_numpy(weight), Moments(*map(torch.from_numpy, (moment, shift)), tokens))
+    assert np.allclose(found.numpy(), expected, atol=1e-4)
+
+
+def test_with_few_tokens_per_input_the_aim_does_not_leave_the_weight():
+    """Two tokens per input and noise in place of a shift: least squares alone makes much of it."""
+    draw = torch.Generator().manual_seed(0)
+    y = torch.randn(256, 128, generator=draw)
+    noise = 0.3 * torch.randn(256, 128, generator=draw)
+    weight = torch.randn(16, 128, generator=draw)
+    fresh = torch.randn(4096, 128, generator=draw)
+    moment, shift = y.T @ y / 256, noise.T @ y / 256
+
+    def error(aim):
+        return float(((aim - weight) @ fresh.T).square().mean())
+
+    plain = weight + weight @ shift @ torch.linalg.inv(moment)
+    assert error(aimed_weight(weight, Moments(moment, shift, 256))) < 0.2 * error(plain)
+
+
+def test_a_bfloat16_model_is_fitted_like_a_float32_one_also_where_one_channel_is_huge():
+    reference = toy()
+    reference.embed.weight.data[:, 3] *= 1e5
+    text = batches(1, 8)
+    distance = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = toy().to(dtype)
+        model.embed.weight.data[:, 3] *= 1e5
+        starts = quantize_sequential(fitter(model, preset("w4g128"), "descent", 4, 4), text, model.hidden)
+        assert all(factor.isfinite().all() for pair in starts.values() for factor in pair)
+        model.float()
+        add_lora(model, LoraConfig(recovery_r=4), starts)
+        distance[dtype] = kl(reference, model, torch.cat(batches(2)))
+    assert distance[torch.bfloat16] < 1.5 * distance[torch.float32] + 1e-3, distance
 
 
 def fitter(model, chosen, *settings, costs=None):
@@ -95,7 +129,7 @@ def test_in_order_is_nearer_to_the_teacher_on_fresh_text_than_layer_by_layer():
         if "order" in name:
             starts = quantize_sequential(fitter(model, CHOSEN, *ranks, costs=known), text, model.hidden)
         else:
-            moments = second_moments(model, quantize_targets(model, CHOSEN), text, model.hidden, known)
+            moments = second_moments(model, quantize_targets(model, CHOSEN), text, model.hidden)
             starts = quantize_layers(fitter(model, CHOSEN, *ranks, costs=known), moments)
         assert sorted(starts) == sorted(quant_layers(model)) == sorted(quantize_targets(reference, CHOSEN))
         add_lora(model, LoraConfig(recovery_r=4), starts)

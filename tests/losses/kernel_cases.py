@@ -168,6 +168,9 @@ def run(settings):
     without = fused_linear_kd(low[0].detach(), own, given, on_mask, chunk_tokens=2, walk="kernel")
     kl = kl_teacher(teacher, teacher_logits, mask, given)
     logged = fused_linear_kd(low[0], own, [*given, KLTerm(kl)], on_mask, chunk_tokens=2, walk="kernel")
+    drawn = torch.tensor(rng.integers(0, vocab, (count, 3)))
+    with_draws = [*given, KLTerm(kl, draw_ids_ND=drawn.masked_fill(~mask[:, None], -100).to(DEVICE))]
+    by_draws = fused_linear_kd(low[0], own, with_draws, on_mask, chunk_tokens=2, walk="kernel")
     inputs = [low[i] for i in trained]
     plain, other = (torch.autograd.grad(x.loss_sum, inputs, retain_graph=True) for x in (result, logged))
     assert result.loss_sum == logged.loss_sum and all(map(torch.equal, plain, other))
@@ -187,6 +190,13 @@ def run(settings):
     rows = [x[mask.numpy()] for x in (logits.detach().numpy(), teacher_logits)]
     wanted = sum(numpy_loss("ghost", *row, max(1, case["k"])) for row in zip(*rows, strict=True))
     sum_errors.append(abs(logged.terms["kl"].item() - wanted) / max(1.0, abs(wanted)))
+    log_p = logits.detach().log_softmax(-1)
+    exact_kl = kl_teacher(teacher, teacher_logits, torch.ones_like(mask), given=[None])
+    log_t = exact_kl.log_probs_NK.cpu()
+    wanted = (log_t.exp() * (log_t - log_p.gather(1, teacher.ids_NK))).sum(1)
+    tail = torch.where(exact_kl.log_tail_N.cpu() > -math.inf, log_p.gather(1, drawn).mean(1), 0)
+    wanted = (wanted - exact_kl.log_tail_N.cpu().exp() * tail)[mask].sum().item()
+    sum_errors.append(abs(by_draws.terms["kl"].item() - wanted) / max(1.0, abs(wanted)))
     total.backward()
     sum_errors.append(abs(result.loss_sum.item() - total.item()) / max(1.0, abs(total.item())))
     gradient_errors = []

@@ -94,7 +94,9 @@ def oracle():
         terms = [*terms, label_term(points[:, 0], 0.3)]
         plain = fused_linear_kd(broken, head, terms, mask.to(xla), chunk_tokens=9, rows=ROWS)
         plain = torch.autograd.grad(plain.loss_sum, there[0], retain_graph=True)[0].cpu()
-        terms += [] if name == "full" else [KLTerm(logged)]
+        drawn = torch.tensor(np.random.default_rng(2).integers(0, VOCAB, size=(COUNT, 3)))
+        if name != "full":
+            terms += [KLTerm(logged), KLTerm(logged, name="by draws", draw_ids_ND=drawn.to(xla))]
         got = fused_linear_kd(broken, head, terms, mask.to(xla), chunk_tokens=9, rows=ROWS)
         given = torch.autograd.grad(got.loss_sum, there)
         errors = [abs(got.loss_sum.item() / want.item() - 1)]
@@ -102,6 +104,11 @@ def oracle():
         if name != "full":
             rows = zip(logits.detach()[mask].numpy(), own_logits[mask.numpy()], strict=True)
             errors.append(abs(got.terms["kl"].item() / sum(numpy_loss("ghost", *row, k) for row in rows) - 1))
+            log_p = logits.detach().log_softmax(-1)
+            log_t, ids = logged.log_probs_NK.cpu(), logged.ids_NK.cpu()
+            values = (log_t.exp() * (log_t - log_p.gather(1, ids))).sum(1)
+            values = values - logged.log_tail_N.cpu().exp() * log_p.gather(1, drawn).mean(1)
+            errors.append(abs(got.terms["by draws"].item() / values[mask].sum().item() - 1))
             errors.append(float(not torch.equal(plain, given[0].cpu())))
         found[f"{name} {k}"] = max(errors)
     return found

@@ -250,6 +250,36 @@ def test_kl_is_added_up_at_temperature_1_and_changes_no_bit_of_a_gradient(kind, 
     assert without.terms["kl"].item() == pytest.approx(wanted, rel=1e-11)
 
 
+@pytest.mark.parametrize("walk", ["positions", "vocabulary"])
+@pytest.mark.parametrize("kind", ["top K", "softened", "beside draws", "labels", "beside labels"])
+def test_kl_by_draws_is_added_up_at_temperature_1_and_changes_no_bit_of_a_gradient(kind, walk):
+    count, vocab, k = 11, 31, 5
+    rng = np.random.default_rng(4)
+    logits, teacher = make_teacher(rng, count, vocab, k)
+    hidden, weight = (torch.tensor(rng.normal(size=shape)) for shape in ((count, 6), (vocab + 2, 6)))
+    mask = torch.tensor(rng.random(count) < 0.6)
+    bias, points = torch.tensor(rng.normal(size=vocab + 2)), torch.tensor(rng.integers(0, vocab, (count, 3)))
+    log_p = dense_head(hidden, weight, vocab, bias, 0.5, 3.0).log_softmax(-1)
+    topk = (teacher.log_probs_NK.exp() * (teacher.log_probs_NK - log_p.gather(1, teacher.ids_NK))).sum(1)
+    values = topk - teacher.log_tail_N.exp() * log_p.gather(1, points).mean(1)
+    for x in (teacher.ids_NK, teacher.log_probs_NK, points):
+        x[~mask] = 0
+    softened = teacher._replace(temperature=2.0 if kind in ("softened", "beside labels") else 1.0)
+    terms = [] if kind == "labels" else [TopKTerm(softened, renorm, 0.7)]
+    terms += [label_term(points[:, 0], 0.3)] if kind in ("labels", "beside labels") else []
+    terms += [sampled_term(points[:, :2])] if kind == "beside draws" else []
+    leaf = hidden.masked_fill(~mask[:, None], math.nan).requires_grad_()
+    head = LMHead(weight, vocab, bias, 0.5, 3.0)
+    both = [*terms, KLTerm(teacher, draw_ids_ND=points)]
+    plain, logged = (fused_linear_kd(leaf, head, given, mask, chunk_tokens=4, walk=walk) for given in (terms, both))
+    assert logged.terms.pop("kl").item() == pytest.approx(values[mask].sum().item(), rel=1e-11)
+    assert logged.terms == plain.terms and logged.loss_sum == plain.loss_sum
+    first, second = (torch.autograd.grad(result.loss_sum, leaf)[0] for result in (plain, logged))
+    assert torch.equal(first, second)
+    with pytest.raises(ValueError, match="term kl: .* do not fit 11 positions"):
+        fused_linear_kd(hidden, head, [*terms, KLTerm(teacher, draw_ids_ND=points[1:])], mask)
+
+
 def test_kl_of_ids_that_no_softmax_reads_is_refused():
     hidden, weight, _, teacher, _ = problem()
     other = teacher._replace(ids_NK=teacher.ids_NK.clone())

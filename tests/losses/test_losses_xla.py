@@ -34,6 +34,7 @@ def batch(seed):
         "tail_draw_ids": torch.randint(0, vocab, (*shape, 3), generator=g).int(),
         "draw_ids": torch.randint(0, vocab, (*shape, 5), generator=g).int(),
         "teacher_hidden": torch.randn(*shape, width, generator=g).half(),
+        "tail_entropy": torch.rand(rows, 1, generator=g),
     }
 
 def step(config, data, device, autocast, seed, progress):

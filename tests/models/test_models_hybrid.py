@@ -175,5 +175,5 @@ def test_a_hybrid_is_recovered(tiny, tmp_path):
     options = replace(options, loop=replace(options.loop, max_steps=24, eval_steps=6, save_steps=24))
     options = replace(options, train=replace(options.train, lr=1e-2), lora=LoraConfig(recovery_r=8))
     call("recover", options)
-    found = [line["kl"] for line in read_metrics(tmp_path / "run" / "evaluations.jsonl")]
+    found = [line["kl_bound"] for line in read_metrics(tmp_path / "run" / "evaluations.jsonl")]
     assert len(found) > 2 and found[-1] < 0.85 * found[0], found

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from toy_pipeline import cache_options, call, quantize_options, recover_options
 
 from qat_lora import cli
+from qat_lora.data.sources import TextConfig
 from qat_lora.errors import CacheError, ConfigError, DeviceError, ModelError
 from qat_lora.layers.convert import linear_layers
 from qat_lora.models.load import load_model
@@ -63,10 +64,12 @@ def test_passes_over_calibration_text_are_those_that_are_counted(made, tiny, tmp
     plan = plan_quantize(options).report["solvers"]
     with FlopCounterMode(display=False) as counter:
         call("quantize", options)
-    read = [layer.in_features for _, layer in linear_layers(load_model(str(tiny.teacher)).module)]
-    moments = options.calibration_rows * 32 * sum(4 * n * n for n in read)
+    layers = linear_layers(load_model(str(tiny.teacher)).module)
+    shares_input = ("k_proj", "v_proj", "up_proj")  # with q_proj and gate_proj
+    read = [layer.in_features for name, layer in layers if not name.endswith(shares_input)]
+    moments = options.rows_of(32) * 32 * sum(4 * n * n for n in read)
     # Forwards (a backward pass is two and a half), products, layers, tokens, width, tokens.
-    scores = 12.5 * 2 * 2 * 32 * 64 * 32 * options.calibration_rows
+    scores = 9.5 * 2 * 2 * 32 * 64 * 32 * options.rows_of(32)
     planned = plan["calibration_operations"] + plan["operations"] + scores
     assert counter.get_total_flops() + moments == pytest.approx(planned, rel=0.01)
     assert all(seconds > 0 for seconds in plan["seconds"].values()) and list(plan["seconds"]) == ["this CPU"]
@@ -114,11 +117,14 @@ def test_what_a_machine_elsewhere_has_is_assumed_and_said():
 
 def test_what_the_run_would_refuse_is_refused(made, tiny, tmp_path):
     options = recover_options(made / "student", made / "cache", tmp_path / "run")
+    by_text = {"checkpoint": None, "model": str(tiny.teacher), "train_scales": True, "learn": "ce"}
+    by_text |= {"kd_cache_dir": None, "text": TextConfig(dataset=str(tiny.text))}
     for changed, error, message in (
         ({"checkpoint": str(tmp_path / "none")}, ModelError, "checkpoint: there is no folder .*qat-lora estimate"),
         ({"kd_cache_dir": str(tmp_path)}, CacheError, "manifest"),
         ({"loop": LoopConfig(batch_size=4, global_batch_size=6)}, ConfigError, "global_batch_size: 6"),
-        ({"checkpoint": None, "model": str(tiny.teacher), "train_scales": True}, ConfigError, "no quantised layers"),
+        ({"checkpoint": None, "model": str(tiny.teacher)}, ConfigError, "is the cache's teacher itself"),
+        (by_text, ConfigError, "no quantised layers"),
     ):
         with pytest.raises(error, match=message):
             plan_recover(replace(options, **changed))

@@ -21,6 +21,7 @@ from qat_lora.runtime.host.machine import LiveBytes
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.setup.trainable import chosen_preset, trained_parts
 from qat_lora.train.loop import LoopConfig
+from qat_lora.train.lr_probe import probe_steps
 from qat_lora.train.optim import OptimConfig, build_optimizer
 from qat_lora.train.step import add_sums, micro_batch, optimizer_step, zero_sums
 
@@ -172,6 +173,14 @@ def test_a_stranger_to_the_cache_is_refused_however_the_checkpoint_is_named(made
         going_on = {"from_scratch": False, "model": None, "preset": None, "init": "descent", "checkpoint": str(name)}
         with pytest.raises(CacheError, match="tokenizer"):
             plan_qat(options(tiny, made / "cache", tmp_path / "run", **going_on))
+
+
+def test_steps_that_find_the_rate_are_planned_where_something_follows_it(made, tiny, tmp_path):
+    asked = options(tiny, made / "cache", tmp_path / "run", train_parts=("scales",))
+    assert plan_qat(asked).report["lr_probe_steps"] == probe_steps(2)
+    assert plan_qat(replace(asked, train=OptimConfig(scale_lr=1e-4))).report["lr_probe_steps"] == 0
+    both = replace(asked, train_parts=("scales", "norms"), train=OptimConfig(scale_lr=1e-4))
+    assert plan_qat(both).report["lr_probe_steps"] == probe_steps(2)
 
 
 def test_doctor_knows_what_it_needs(made, tiny, tmp_path):

@@ -70,7 +70,7 @@ def test_a_text_alone_teaches_its_next_tokens(tiny, tmp_path):
     values = evaluations(run)
     assert values[-1] < values[0] <= math.log(320) * 1.2
     result = json.loads((run / "result.json").read_text())
-    assert result["best_nll"] == min(values) and "best_kl" not in result
+    assert result["best_nll"] == min(values) and "best_kl_bound" not in result and "best_kl" not in result
     names = set(read_metrics(run / "metrics.jsonl")[0])
     assert {"loss", "loss_ce"} <= names and "loss_kd" not in names
     assert (run / "curve.png").exists() and (run / "best" / "adapter_model.safetensors").exists()
@@ -109,10 +109,14 @@ def test_plain_text_is_refused_for_fine_tuning_before_anything_is_written(tiny, 
     assert not (tmp_path / "run").exists()
 
 
-def test_another_text_or_objective_is_another_run(chats, tmp_path):
+def test_another_text_or_objective_is_another_run(chats, tmp_path, monkeypatch):
     folder, data = chats
     out = tmp_path / "run"
     call("recover", text_options(folder, data, out, "sft"))
+    with monkeypatch.context() as other:
+        other.setattr("qat_lora.setup.training.describe_packing", lambda tokenizer: "documents with bos and eos")
+        with pytest.raises(OutputExistsError, match="packing was"):
+            call("recover", text_options(folder, data, out, "sft"))
     for field, changed in (("learn", {"learn": "ce"}), ("length", {"length": 16}), ("eval_rows", {"eval_rows": 2})):
         with pytest.raises(OutputExistsError, match=f"{field} was"):
             call("recover", replace(text_options(folder, data, out, "sft"), **changed))
@@ -164,13 +168,13 @@ def test_trained_norms_come_with_their_base_and_autocast_keeps_weights_float32(t
     optim = OptimConfig(lr=2e-3, norm_lr=1e-2, warmup_steps=1)
     options = recover_options(student, cache, tmp_path / "run", loop=loop, train=optim, train_norms=True)
     run = call("recover", options)
-    kl = [line["kl"] for line in read_metrics(run / "evaluations.jsonl")]
+    kl = [line["kl_bound"] for line in read_metrics(run / "evaluations.jsonl")]
     assert kl[-1] < kl[0]
     before, after = (load_model(str(folder)).norms() for folder in (student, run / "last" / "base"))
     moved = [name for name in before if not torch.equal(before[name], after[name])]
     assert moved and before.keys() == after.keys() and all(p.dtype == torch.float32 for p in after.values())
     exact = call("recover", replace(options, loop=replace(loop, autocast=False), run=part(tmp_path / "exact")))
-    other = [line["kl"] for line in read_metrics(exact / "evaluations.jsonl")]
+    other = [line["kl_bound"] for line in read_metrics(exact / "evaluations.jsonl")]
     assert other == pytest.approx(kl, rel=0.05) and other != kl
 
 

@@ -11,7 +11,10 @@ from toy_pipeline import cache_options, call, quantize_options, recover_options
 from qat_lora.cache.format.codec import OPTIONAL
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.errors import CacheError, ConfigError, OutputExistsError
+from qat_lora.evaluate.score import measure
 from qat_lora.losses.objective import ObjectiveConfig
+from qat_lora.models.load import load_model
+from qat_lora.models.student import open_student
 from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.setup import training
 from qat_lora.setup.training import check_arrays, evaluation_objective, prepare
@@ -49,6 +52,7 @@ def test_each_learns_from_one_cache(made, objective, head_k):
     out = call("recover", replace(options(made, name, **objective), head_k=head_k))
     kls = [line["kl"] for line in read_metrics(out / "evaluations.jsonl")]
     assert kls[-1] < kls[0]
+    assert ("kl" if head_k is None else "kl_bound") in read_metrics(out / "metrics.jsonl")[-1]
     terms = {"loss", "loss_kd", "loss_hidden"} if "hidden_weight" in objective else {"loss", "loss_kd"}
     assert {key for key in read_metrics(out / "metrics.jsonl")[-1] if key.startswith("loss")} == terms
 
@@ -106,6 +110,34 @@ def test_the_logs_kl_is_the_evaluations_on_the_same_rows(made, objective, tmp_pa
     evaluated = [line["kl"] for line in read_metrics(run / "evaluations.jsonl")]
     assert logged == pytest.approx(evaluated[:2], rel=1e-5)
     assert logged[1] != pytest.approx(logged[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("estimator,k", [("hybrid", None), ("ghost", None), ("ghost", 2)])
+def test_the_logs_kl_is_that_of_eval_and_the_bound_is_not(made, tiny, tmp_path, estimator, k):
+    """The log at its first step, and the evaluation before it; 97 % of the toy is tail, hence many draws."""
+    found, settings = {}, dict(top_k=4, eval_rows=12)
+    for name, draws in (("draws", 400), ("none", 0)):
+        if draws or estimator == "ghost":
+            cache = call("build_cache", cache_options(tiny, tmp_path / name, tail_draws=draws, **settings))
+            rows = {split: KDCacheDataset(cache, split=split) for split in ("train", "eval")}
+            loop = LoopConfig(batch_size=len(rows["train"]), max_steps=1, eval_steps=1)
+            begun = options(made, tmp_path / f"run-{name}", cache, estimator=estimator)
+            run = call("recover", replace(begun, loop=loop, head_k=k))
+            lines = [read_metrics(run / file)[0] for file in ("metrics.jsonl", "evaluations.jsonl")]
+            found[name] = dict(zip(("train", "eval"), lines, strict=True))
+            best = {key for key in json.loads((run / "result.json").read_text()) if key.startswith("best_")}
+            assert best == {"best_step", "best_kl" if draws else "best_kl_bound"}
+    teacher, student = load_model(str(tiny.teacher)), open_student(str(run / "start")).model
+    for split, dataset in rows.items():
+        batch = {name: torch.from_numpy(values) for name, values in dataset.rows(range(len(dataset))).items()}
+        exact = measure(teacher, {"student": student}, [batch], quiet=True)["student"].figures["kl"]
+        if k is None or split == "eval":
+            assert found["draws"][split]["kl"] == pytest.approx(exact, rel=0.05)
+            assert "kl_bound" not in found["draws"][split]
+        else:  # the draws do not go with fewer entries, but with all in evaluations
+            assert found["draws"][split]["kl_bound"] < 0.8 * exact
+        if estimator == "ghost":  # positive control: the tail as one bucket
+            assert found["none"][split]["kl_bound"] < 0.8 * exact and "kl" not in found["none"][split]
 
 
 def test_an_anchored_run_interrupted_is_the_same_run(made, monkeypatch):
@@ -171,19 +203,22 @@ def test_more_draws_than_there_are_are_refused_before_a_model_is_loaded(made, es
         ({"estimator": "sampled", "hidden_weight": 1.0}, {"draw_ids", "teacher_hidden"}),
         ({"estimator": "full"}, {"teacher_hidden"}),
         ({"kd_weight": 0.0, "ce_weight": 1.0}, set()),
+        ({"kd_weight": 0.0, "hidden_weight": 1.0}, {"teacher_hidden"}),
     ],
 )
-def test_a_batch_carries_only_what_the_objective_reads(made, objective, served):
+def test_a_batch_carries_only_what_the_objective_and_the_logs_kl_read(made, objective, served):
     dataset = KDCacheDataset(made[1])
     check_arrays(dataset, ObjectiveConfig(**objective))
-    assert set(dataset.rows([0, -1])) & set(OPTIONAL) == served
+    no_kl_beside = objective.get("estimator") == "full" or objective == {"kd_weight": 0.0, "hidden_weight": 1.0}
+    drawn = set() if no_kl_beside else {"tail_draw_ids", "tail_entropy"}
+    assert set(dataset.rows([0, -1])) & {*OPTIONAL, "tail_entropy"} == served | drawn
     fewer = KDCacheDataset(made[1], k=4)
     if "tail_draw_ids" in served:
         with pytest.raises(CacheError, match="k: the cache's draws are from the tail behind 16 .*with 4 of them"):
             check_arrays(fewer, ObjectiveConfig(**objective))
     else:
         check_arrays(fewer, ObjectiveConfig(**objective))
-        assert set(fewer.rows([0, -1])) & set(OPTIONAL) == served
+        assert set(fewer.rows([0, -1])) & {*OPTIONAL, "tail_entropy"} == served
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Rows:
     def __init__(self):
         self.seen = []
 
-    def batches(self, start_step, steps, batch_rows, accumulation, seed, replica, replicas):
+    def batches(self, start_step, steps, batch_rows, accumulation, seed, replica, replicas, held_out=None):
         micro = micro_batches(POOL, start_step, steps, batch_rows, accumulation, seed, replica, replicas)
         for number, numbers in enumerate(micro):
             if number == self.unreadable:

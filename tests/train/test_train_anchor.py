@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from train_toys import LOOP, OPTIM, SETTINGS, VOCABULARY, Toy, ToyData, evaluation, tensors
+from train_toys import held as in_run
 
 from qat_lora.errors import InterruptedRunError
 from qat_lora.files.folders import atomic_dir
@@ -119,7 +120,6 @@ def run(out, stop_after=None, **objective):
     toy = Toy(dropout=0.3)
     config = replace(OBJECTIVE, **objective)
     anchor = remembered(toy, config) if config.anchor_weight else None
-    out.mkdir(exist_ok=True)
     steps = 0
 
     def count():
@@ -138,7 +138,8 @@ def run(out, stop_after=None, **objective):
     config_loop = replace(LOOP, log_steps=1)
     prepared, settings = PreparedObjective(config, anchor=anchor), RunSettings(out, 5, SETTINGS, quiet=True)
     arguments = (toy.train_state(), ToyData(), prepared, OPTIM, config_loop, hooks, runtime, settings)
-    runtime.launch(lambda: train(*arguments))
+    with in_run(out):
+        runtime.launch(lambda: train(*arguments))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return toy, [{k: v for k, v in line.items() if not k.endswith("_per_s")} for line in lines]
 

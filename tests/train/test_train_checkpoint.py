@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from train_toys import SETTINGS
+from train_toys import SETTINGS, held
 
 from qat_lora.errors import ConfigError, DivergedError, ModelError
 from qat_lora.files.checksums import write_sums
-from qat_lora.files.folders import atomic_dir, discard, restore_dir
+from qat_lora.files.folders import LIST, atomic_dir, discard, restore_dir
 from qat_lora.runtime import base
 from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.checkpoint import OPTIMIZER, STATE, TRAINED, checkpoints, load_checkpoint, save_checkpoint
@@ -40,6 +40,11 @@ def save(folder, step, keep=2, state=None):
     parameters, optimizer = trained(float(step))
     content = {"best_kl": 0.5, "fingerprint": SETTINGS, **(state or {})}
     return save_checkpoint(folder, step, parameters, optimizer, content, keep, select_runtime("cpu"))
+
+
+def save_in_run(folder, step, keep):
+    with held(folder.parent):
+        return save(folder, step, keep)
 
 
 def load(path, settings=SETTINGS):
@@ -284,13 +289,13 @@ def test_a_crash_at_any_point_leaves_a_whole_checkpoint_and_no_litter(tmp_path, 
     for step in (1, 2):
         save(folder, step, keep)
     seen = []
-    for _ in crashes(folder, lambda: save(folder, 3, keep)):
+    for _ in crashes(folder, lambda: save_in_run(folder, 3, keep)):
         complete = checkpoints(folder)
         newest = int(complete[-1].name[5:])
         assert newest in (2, 3)
         assert all(holds(path, int(path.name[5:])) for path in complete)
         seen.append(newest)
-        save(folder, 3, keep)  # what the resumed run does
+        save_in_run(folder, 3, keep)  # what the resumed run does
         assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
         assert [int(path.name[5:]) for path in checkpoints(folder)] == [1, 2, 3][-keep:]
         assert holds(checkpoints(folder)[-1], 3)
@@ -335,7 +340,7 @@ def content(folder):
 
 
 def replace_export(final, text):
-    with atomic_dir(final) as draft:
+    with held(final.parent), atomic_dir(final) as draft:
         fill(draft, text)
 
 
@@ -345,12 +350,13 @@ def test_an_export_is_replaced_whole_whatever_is_killed_when(tmp_path):
     replace_export(run / "best", "old")
     seen = set()
     for _ in crashes(run, lambda: replace_export(run / "best", "new")):
-        restore_dir(run / "best")  # what the resumed run does first
+        with held(run):
+            restore_dir(run / "best")  # what the resumed run does first
         seen |= content(run / "best")
         assert len(content(run / "best")) == 1
         replace_export(run / "best", "newer")
         assert content(run / "best") == {"newer"}
-        assert [path.name for path in run.iterdir()] == ["best"]
+        assert sorted(path.name for path in run.iterdir()) == ["best", LIST]
     assert seen == {"old", "new"}
 
 
@@ -377,7 +383,8 @@ def test_discarding_leaves_a_folder_whole_or_gone(tmp_path):
 
 def test_a_failed_export_leaves_the_earlier_one_and_no_litter(tmp_path):
     replace_export(tmp_path / "best", "old")
-    with pytest.raises(RuntimeError, match="disk"), atomic_dir(tmp_path / "best") as draft:
+    with pytest.raises(RuntimeError, match="disk"), held(tmp_path), atomic_dir(tmp_path / "best") as draft:
         (draft / "adapter").write_text("half")
         raise RuntimeError("disk full")
-    assert content(tmp_path / "best") == {"old"} and [path.name for path in tmp_path.iterdir()] == ["best"]
+    assert content(tmp_path / "best") == {"old"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", LIST]

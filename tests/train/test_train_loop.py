@@ -13,6 +13,7 @@ from train_toys import OPTIM, SETTINGS, Toy, ToyData, evaluation, run
 
 from qat_lora.errors import CacheDamaged, ConfigError, DivergedError, InterruptedRunError, ModelError
 from qat_lora.files.checksums import write_sums
+from qat_lora.files.folders import LIST
 from qat_lora.train.checkpoint import checkpoints
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import MetricsLog, read_metrics
@@ -58,8 +59,9 @@ def test_the_whole_run(whole):
     assert result["step"] == 10 and result["resumed_from"] == 0
     metrics = lines(out / "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(1, 11))
-    assert set(metrics[0]) == {"step", "loss", "loss_kd", "loss_hard_top1", "tokens", "grad_norm", "lr"}
+    assert set(metrics[0]) == {"step", "loss", "loss_kd", "loss_hard_top1", "tokens", "grad_norm", "lr", "lr_scales"}
     assert metrics[0]["lr"] == pytest.approx(0.05 / 3) and metrics[2]["lr"] == pytest.approx(0.05)
+    assert metrics[0]["lr_scales"] == pytest.approx(0.02 / 3) and metrics[2]["lr_scales"] == pytest.approx(0.02)
     assert [line["step"] for line in lines(out / "evaluations.jsonl")] == [0, 3, 6, 9, 10]
     last = torch.load(out / "last" / "weights.pt", weights_only=True)
     assert all(torch.equal(last[name], p) for name, p in toy.train_state().trained.items())
@@ -262,6 +264,18 @@ def test_a_worse_evaluation_after_a_resume_leaves_best_alone(tmp_path):
     assert (out / "best" / "weights.pt").stat() == before
 
 
+def test_a_run_whose_bound_was_called_kl_goes_on_with_its_best(tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(InterruptedRunError):
+        run(out, stopping([7]))
+    state = json.loads((checkpoints(out / "checkpoints")[-1] / "state.json").read_text())
+    result, _ = run(out, metric="kl_bound")
+    assert result["resumed_from"] == state["step"] and "best_kl" not in result
+    found = [line.get("kl", line.get("kl_bound")) for line in lines(out / "evaluations.jsonl")]
+    assert result["best_kl_bound"] == min(found) <= state["best_kl"]
+    assert {name for line in lines(out / "evaluations.jsonl") for name in line} == {"step", "kl", "kl_bound"}
+
+
 def test_checkpoints_are_kept_by_number(tmp_path):
     run(tmp_path / "run", save_steps=3, keep_checkpoints=2)
     assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000009", "step-000010"]
@@ -281,7 +295,7 @@ def test_only_the_main_process_writes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(NativeRuntime, "is_main", property(lambda self: False))
     run(tmp_path / "run")
-    assert list((tmp_path / "run").iterdir()) == []
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [LIST]  # by the toy's `held`
 
 
 def test_global_batch_sets_the_accumulation():

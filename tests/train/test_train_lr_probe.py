@@ -16,10 +16,11 @@ from toy_paths import clean_environment
 from train_kills import fork, wait
 from train_toys import OPTIM, Toy, ToyData, run
 
+from qat_lora.data.shuffle import global_batch
 from qat_lora.errors import CacheDamaged, ConfigError, DivergedError, InterruptedRunError
 from qat_lora.train import lr_probe
 from qat_lora.train.lr_probe import FILE, probe_steps, trial_steps
-from qat_lora.train.optim import FIRST_LR, OptimConfig
+from qat_lora.train.optim import FIRST_LR, OptimConfig, TrainState
 
 AUTO = replace(OPTIM, lr="auto", scale_lr=None, ema=0.9)
 
@@ -158,6 +159,67 @@ def test_a_start_that_is_not_finite_is_refused(tmp_path):
         run(tmp_path, toy, optim=AUTO)
 
 
+class Fragile(Toy):
+    """A student that is lost as soon as one of its numbers is a distance away from where it began."""
+
+    def __init__(self, distance):
+        super().__init__(dropout=0.3)
+        self.distance, self.begin = distance, self.a.detach().clone()
+
+    def hidden(self, *given):
+        lost = (self.a.detach() - self.begin).abs().max() > self.distance
+        return super().hidden(*given) * torch.where(lost, math.nan, 1.0)
+
+
+def test_a_first_trial_that_diverges_is_no_rate_and_resuming_finds_the_same(tmp_path):
+    limit = FIRST_LR / 2  # two steps go farther at the first rate
+    for trials in (0, 1, 2):
+        interrupted = Signals(after=1 + 3 * trials + 2)
+        with pytest.raises(InterruptedRunError):
+            run(tmp_path / f"{trials}", Fragile(limit), optim=AUTO, data=interrupted, max_steps=1)
+        assert len(found(tmp_path / f"{trials}")["trials"]) == trials
+    run(tmp_path / "whole", Fragile(limit), optim=AUTO, max_steps=1)
+    whole = found(tmp_path / "whole")
+    assert whole["trials"][0] == {"power": 0, "loss": None} and whole["best_of_trials"] < FIRST_LR
+    for trials in (0, 1, 2):
+        run(tmp_path / f"{trials}", Fragile(limit), optim=AUTO, max_steps=1)
+        assert found(tmp_path / f"{trials}") == whole
+
+
+def test_where_every_trial_diverges_it_is_an_error_also_on_resume(tmp_path):
+    told = (
+        "^lr auto: the loss is NaN or infinite after each of 9 trials of 2 steps, from 0.0004 down to .*; give --dtype"
+    )
+    for _ in range(2):
+        with pytest.raises(DivergedError, match=told):
+            run(tmp_path, Fragile(0.0), optim=AUTO)
+        assert "lr" not in found(tmp_path) and not (tmp_path / "metrics.jsonl").exists()
+
+
+class ScalesAlone(Toy):
+    """A student of which scales alone train."""
+
+    def train_state(self):
+        return TrainState(self, {"adapter": {}, "scales": {"scale": self.scale}})
+
+
+def test_where_nothing_follows_lr_there_are_no_trials(tmp_path):
+    toy = ScalesAlone()
+    forwards = counting(toy)
+    result, _ = run(tmp_path, toy, optim=replace(AUTO, scale_lr=1e-3), evaluate=False, max_steps=3)
+    assert len(forwards) == 2 * 3 and "lr_probe" not in result and not (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize(("toy", "names"), [(Toy, {"lr", "lr_scales"}), (ScalesAlone, {"lr_scales"})])
+def test_the_rates_that_are_announced_are_those_of_the_log(toy, names, tmp_path, capfd):
+    run(tmp_path, toy(), optim=AUTO, quiet=False)
+    lr = found(tmp_path)["lr"]
+    assert f"learning rate {lr:.4g}, lr_scales {lr / 2:.4g}: of " in capfd.readouterr().err
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    peaks = {name: max(line[name] for line in lines) for name in lines[0] if name.startswith("lr")}
+    assert peaks == pytest.approx({name: lr if name == "lr" else lr / 2 for name in names})
+
+
 def test_a_rate_of_nothing_is_refused():
     with pytest.raises(ConfigError, match="lr: 0 is not allowed; give a number above 0"):
         OptimConfig(lr=0)
@@ -244,17 +306,34 @@ def test_trials_add_no_graph_and_leave_no_trace_on_xla(tmp_path):
     assert found(tmp_path / "cpu")["lr"] == pytest.approx(lr, rel=1e-2)
 
 
-def test_the_rows_that_measure_are_apart(tmp_path):
-    """No trial trains on a row that measures: the start's own rows are those of every trial's last step."""
-    given = []
+class FewRows(ToyData):
+    """A few rows in a shuffled order; notes those of every step."""
 
-    class Seen(ToyData):
-        def batches(self, start_step, steps, *more, **named):
-            given.append((start_step, steps))
-            return super().batches(start_step, steps, *more, **named)
+    def __init__(self, count):
+        self.count, self.seen = count, []
 
-    run(tmp_path, optim=AUTO, data=Seen())
-    *probed, (first, steps) = given
-    assert (first, steps) == (0, 10)
-    ends = {start + steps for start, steps in probed}
-    assert ends == {10 // 2 + trial_steps(10) + 1} and probed[0] == (10 // 2 + trial_steps(10), 1)
+    def __len__(self):
+        return self.count
+
+    def order(self, step, global_batch_rows, seed):
+        return global_batch(self.count, step, global_batch_rows, seed)
+
+    def rows(self, numbers):
+        self.seen.append([number for number in numbers.tolist() if number >= 0])
+        return super().rows(numbers)
+
+
+@pytest.mark.parametrize(("count", "measured"), [(2, 1), (6, 3), (9, 4), (40, 4)])
+def test_no_trial_trains_on_the_rows_that_measure(tmp_path, count, measured):
+    """Neither where an epoch ends in between, nor where a step takes half of all rows."""
+    data = FewRows(count)
+    run(tmp_path, optim=AUTO, data=data, evaluate=False)
+    trials = found(tmp_path)["trials"]
+    steps = [data.seen[i] + data.seen[i + 1] for i in range(0, len(data.seen), 2)]  # two micro-batches each
+    start, *probed = steps[: probe_steps(10, len(trials))]
+    assert len(start) == measured
+    length = trial_steps(10)
+    for i in range(0, len(probed), length + 1):
+        *trained, last = probed[i : i + length + 1]
+        assert last == start and any(trained)
+        assert not set(start) & {number for step in trained for number in step}

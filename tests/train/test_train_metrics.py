@@ -102,4 +102,45 @@ def test_the_curve_is_the_kl_on_one_scale_with_the_learning_rate_below(tmp_path,
     assert [text.get_text() for text in above.get_legend().get_texts()] == labels
     assert [line.get_color() for line in above.lines] == [COLOURS[0], COLOURS[0], *([COLOURS[1]] if evaluated else [])]
     assert above.get_xlim() == below.get_xlim() and below.get_ylabel() == "learning rate"
-    assert set(below.lines[0].get_ydata()) == {1e-4}
+    assert set(below.lines[0].get_ydata()) == {1e-4} and below.get_legend() is None
+
+
+def test_the_curve_has_every_kinds_learning_rate(tmp_path, monkeypatch):
+    pyplot, drawn = pytest.importorskip("matplotlib.pyplot"), []
+    close = pyplot.close
+    monkeypatch.setattr(pyplot, "close", lambda figure: drawn.append(figure) or close(figure))
+    lines = [{"step": step, "loss": 0.5, "lr_scales": 1e-4, "lr_norms": 3e-4} for step in range(1, 12)]
+    append_lines(tmp_path / "m.jsonl", lines)
+    plot_curve(tmp_path / "m.jsonl", tmp_path / "e.jsonl", tmp_path / "curve.png")
+    below = drawn[0].axes[1]
+    assert [text.get_text() for text in below.get_legend().get_texts()] == ["lr_scales", "lr_norms"]
+    assert [set(line.get_ydata()) for line in below.lines] == [{1e-4}, {3e-4}]
+
+
+BOUND = "KL, lower bound (top-K)"
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluated", "labels"),
+    [
+        (("kl_bound",), ("kl_bound",), (f"training {BOUND}", f"evaluation {BOUND}")),
+        (("kl_bound",), ("kl",), (f"training {BOUND}", "evaluation KL")),
+        (
+            ("kl", "kl_bound"),
+            ("kl", "kl_bound"),
+            (f"training {BOUND}", f"evaluation {BOUND}"),
+        ),  # begun by an older version
+        (("kl",), ("nll",), ("training KL", "evaluation loss")),
+    ],
+)
+def test_the_curve_calls_a_bound_a_bound(tmp_path, train, evaluated, labels, monkeypatch):
+    pyplot, drawn = pytest.importorskip("matplotlib.pyplot"), []
+    close = pyplot.close
+    monkeypatch.setattr(pyplot, "close", lambda figure: drawn.append(figure) or close(figure))
+    for file, names, more in (("m.jsonl", train, {"loss": 2.0, "lr": 1e-4}), ("e.jsonl", evaluated, {})):
+        lines = [{"step": step, names[step * len(names) // 8]: 0.1 * step, **more} for step in range(8)]
+        append_lines(tmp_path / file, lines)
+    plot_curve(tmp_path / "m.jsonl", tmp_path / "e.jsonl", tmp_path / "curve.png")
+    above = drawn[0].axes[0]
+    assert tuple(text.get_text() for text in above.get_legend().get_texts()) == labels
+    assert list(above.lines[0].get_ydata()) == list(above.lines[2].get_ydata()) == [0.1 * step for step in range(8)]

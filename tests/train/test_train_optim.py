@@ -13,9 +13,11 @@ from qat_lora.train.optim import (
     OptimConfig,
     averaged,
     build_optimizer,
+    follows_lr,
     gradients_apart,
     lr_factor,
     optimized,
+    rates,
     set_lr,
 )
 from qat_lora.train.step import optimizer_step
@@ -74,7 +76,8 @@ def test_the_optimizer_is_adamw_with_two_groups(decay, runtime):
     theirs = torch.optim.AdamW(theirs_groups, betas=(0.9, 0.97))
     for step in range(30):
         factor = lr_factor(OptimConfig(warmup_steps=5), step, 30)
-        assert set_lr(ours, factor) == pytest.approx(0.1 * factor)
+        set_lr(ours, factor)
+        assert rates(ours) == pytest.approx({"lr": 0.1 * factor, "lr_scales": 0.03 * factor})
         for group, peak in zip(theirs.param_groups, (0.1, 0.03), strict=True):
             group["lr"] = peak * factor
         for parameter, twin in zip(adapter + scales, twins, strict=True):
@@ -112,6 +115,19 @@ def test_each_kind_has_its_rate_and_only_weights_decay(runtime):
     made = build_optimizer(config, groups(**kinds), runtime).param_groups
     assert [group["peak_lr"] for group in made] == [1.0, 1.0, 2.0, 2.0 / 32, 2.0, 3.0]
     assert [group["weight_decay"] for group in made] == [0.5, 0.5, 0, 0, 0, 0]
+
+
+def test_a_log_has_the_rate_that_each_kind_has(runtime):
+    kinds = {kind: [nn.Parameter(torch.ones(1))] for kind in RATES}
+    made = rates(build_optimizer(OptimConfig(lr=1.0, scale_lr=2.0), groups(**kinds), runtime))
+    assert made == {"lr": 1.0, "lr_scales": 2.0, "lr_block_scales": 2.0 / 32, "lr_lut": 2.0, "lr_norms": 1 / 3}
+    assert rates(build_optimizer(OptimConfig(lr=1.0), groups(scales=kinds["scales"]), runtime)) == {"lr_scales": 0.5}
+
+
+def test_what_has_a_rate_of_its_own_does_not_follow_lr():
+    assert all(follows_lr(OptimConfig(), kind) for kind in RATES)
+    own = OptimConfig(scale_lr=1e-4, norm_lr=1e-4)
+    assert {kind for kind in RATES if follows_lr(own, kind)} == {"adapter", "weights"}
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.99])

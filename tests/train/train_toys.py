@@ -1,11 +1,14 @@
 """A toy student, toy rows and a run over them, small enough to train a hundred times in a test."""
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import nn
 
+from qat_lora.data.shuffle import ShuffledRows
+from qat_lora.files import folders as files
 from qat_lora.files.folders import atomic_dir
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.launch.select import select_runtime
@@ -79,15 +82,18 @@ def tensors(numbers):
     return batch | {name: batch[name].long() for name in ("input_ids", "head_ids")}
 
 
-class ToyData:
+class ToyData(ShuffledRows):
     """Rows in order, like a KD cache's training split; every seventh row is masked."""
 
-    def batches(self, start_step, steps, batch_rows, accumulation=1, seed=0, replica=0, replicas=1):
-        for step in range(start_step, start_step + steps):
-            first = step * batch_rows * accumulation
-            for micro in range(accumulation):
-                numbers = range(first + micro * batch_rows, first + (micro + 1) * batch_rows)
-                yield rows([-1 if n % 7 == 3 else n % POOL for n in numbers])
+    def __len__(self):
+        return POOL
+
+    def rows(self, numbers):
+        return rows(numbers)
+
+    def order(self, step, global_batch_rows, seed):
+        numbers = np.arange(step * global_batch_rows, (step + 1) * global_batch_rows)
+        return np.where(numbers % 7 == 3, -1, numbers % POOL)
 
 
 LOOP = LoopConfig(batch_size=2, accumulation_steps=2, max_steps=10, log_steps=4, eval_steps=3, save_steps=1)
@@ -106,12 +112,35 @@ def evaluation(toy):
     return float(value)
 
 
-def run(out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective=None, optim=OPTIM, **changed):
+@contextlib.contextmanager
+def held(out):
+    """Hold a folder as a command holds its run's; everything in it is the run's."""
+    out.mkdir(parents=True, exist_ok=True)
+    there = {path.relative_to(out).as_posix() for path in files.tree(out)} - {files.LIST}
+    files.begin_list(out, "recover", there | files.listed(out)[1])
+    try:
+        yield
+    finally:
+        files.release(out)
+
+
+def run(
+    out,
+    toy=None,
+    *,
+    settings=SETTINGS,
+    evaluate=True,
+    metric="kl",
+    data=None,
+    objective=None,
+    optim=OPTIM,
+    quiet=True,
+    **changed,
+):
     """Train a fresh toy under `out`, or go on there; return (result, toy)."""
     runtime = select_runtime("cpu")
     torch.manual_seed(11)
     toy = toy or Toy(dropout=0.3)
-    out.mkdir(exist_ok=True)
 
     def export(name):
         with atomic_dir(out / name) as draft:
@@ -126,9 +155,10 @@ def run(out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective
             PreparedObjective(objective or ObjectiveConfig(hard_top1_weight=0.2, hard_top1_end=0.0)),
             optim,
             replace(LOOP, **changed),
-            LoopHooks(measure, export),
+            LoopHooks(measure, export, metric),
             runtime,
-            RunSettings(out, 5, settings, quiet=True),
+            RunSettings(out, 5, settings, quiet),
         )
 
-    return runtime.launch(main), toy
+    with held(out):
+        return runtime.launch(main), toy

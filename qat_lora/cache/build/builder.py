@@ -166,7 +166,9 @@ def run_batch(
     if held.entropy or settings.positions[0] == "entropy":
         uniforms["entropy"] = torch.zeros(shape[0], shape[1] - 1, 1)  # says that it is wanted
     arrays = fetched(teacher_arrays(teacher, ids_BL, documents_BL, held, uniforms, settings))
-    entropy_BP, weights_BP = arrays.pop("entropy", None), inputs["loss_mask"][:, 1:] != 0
+    entropy_BP = arrays.pop("entropy", None)
+    tail_entropy_BP = arrays.pop("tail_entropy", None)
+    weights_BP = inputs["loss_mask"][:, 1:] != 0
     if held.weights:
         by, share = settings.positions if settings.positions[0] != "all" else ("all", 1.0)
         chosen = row_uniforms(fingerprint.seed, "weights", rows, (*shape, 1))[:, 0, 0, 0]
@@ -174,9 +176,10 @@ def run_batch(
         for key in DRAWN.values() & arrays.keys():
             arrays[key] *= (weights_BP > 0)[..., None]  # no bytes for what counts nothing
         arrays["weights"] = weights_BP = weights_BP * documents_BP
-    if held.entropy:
-        means_B = (entropy_BP * weights_BP).sum(-1) / np.maximum(weights_BP.sum(-1), 1e-9)
-        arrays["entropy"] = means_B[:, None].astype(np.float32)
+    for name, values_BP in {"entropy": entropy_BP, "tail_entropy": tail_entropy_BP}.items():
+        if name in held.entropies:
+            means_B = (values_BP * weights_BP).sum(-1) / np.maximum(weights_BP.sum(-1), 1e-9)
+            arrays[name] = means_B[:, None].astype(np.float32)
     return {**inputs, **arrays}
 
 

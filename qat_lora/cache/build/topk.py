@@ -6,7 +6,9 @@ few per cent: only the K groups of entries with the largest maxima are ranked, a
 its own largest entry: as 1 - Σ of the top K it would be rounding noise wherever it is small, which is the usual case.
 
 Tokens are drawn from the tail (estimator `hybrid`) or the whole teacher (`sampled`). A draw is a pure function of seed,
-row and probabilities, so that a resumed build stores the same, which a device's own random numbers would not.
+row and probabilities, so that a resumed build stores the same, which a device's own random numbers would not. With
+draws from the tail comes their `tail_entropy`, which makes a KL of their cross-entropy. It is -m/D Σ log t(d) of the
+draws themselves: Σ t log t over the tail has the same mean, but costs a pass, and the noise of log t would stay.
 """
 
 import hashlib
@@ -102,6 +104,12 @@ def _piece(
         log_tail_N = torch.where(largest_N1[:, 0] == -torch.inf, -torch.inf, log_tail_N)
         # Not logaddexp, whose last bit depends on the place in the vector: a resumed build must give the same bytes.
         lse_N = torch.logsumexp(torch.cat([shifted_NK / temperature, log_tail_N[:, None]], 1), dim=-1)
+        if temperature == 1.0 and "tail_draw_ids" in arrays:
+            # -m/D Σ log t(d), d drawn: so the draws' cross-entropy less this is m/D Σ log (t/p), 0 at p = t.
+            mass_N = (log_tail_N - lse_N).exp()
+            log_t_ND = tail_NV.gather(-1, arrays["tail_draw_ids"].long()) - topk_NK[:, :1] - lse_N[:, None]
+            tail_entropy_N = -mass_N * log_t_ND.mean(-1)
+            arrays["tail_entropy"] = torch.where(mass_N > 0, tail_entropy_N, torch.zeros_like(mass_N))
         arrays[temperature_key("lse", temperature)] = lse_N
         arrays[temperature_key("log_tail", temperature)] = log_tail_N - lse_N
     return arrays

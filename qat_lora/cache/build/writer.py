@@ -263,7 +263,9 @@ class CacheWriter:
     def _load(self) -> None:
         """Take over what is committed; raises before anything in the folder is changed."""
         if self.out.has(fmt.MANIFEST):
-            self._require_same(store.read_manifest(self.out).fingerprint)
+            manifest = store.read_manifest(self.out)
+            self._require_same(manifest.fingerprint)
+            self._require_files(manifest)
             self.finished = True
         for split in ("eval", "train"):
             numbers = store.committed(self.out, split)
@@ -286,6 +288,20 @@ class CacheWriter:
         if self._entries["train"] or self.partition.builder:
             self._pending_split = "train"
         self._ended = read_part(self.out, self.partition, self.fingerprint) is not None
+
+    def _require_files(self, manifest: Manifest) -> None:
+        """Raise CacheDamaged unless every file of a finished cache is there, whichever builder wrote it."""
+        there = set(self.out.names())
+        wanted = [f"{entry.shard}.{ending}" for entry in manifest.all_shards for ending in ("safetensors", "json")]
+        if self.fingerprint.lm_head_sha256 is not None:
+            wanted.append(fmt.LM_HEAD)
+        if missing := [name for name in wanted if name not in there]:
+            more = f" and {len(missing) - 1:,} more files" if len(missing) > 1 else ""
+            again = "build all again with --overwrite"
+            if self.partition.builders > 1:
+                again = "delete the folder and start all builders again"
+            what = f"is missing{more}, and {fmt.MANIFEST} lists it; nothing was touched"
+            raise CacheDamaged(f"{self.out}/{missing[0]}: {what}: copy it back from where it is whole, or {again}")
 
     def _require_same(self, found: Fingerprint) -> None:
         if different := found.difference(self.fingerprint):
@@ -326,17 +342,39 @@ class CacheWriter:
             return False
 
     def _remove_leftovers(self) -> None:
-        """Remove what this builder left when it was killed: temporary files, shards that were never committed."""
+        """Remove what this builder left when it was killed: temporary files, the shard that it had not committed.
+
+        A kill leaves one such shard, the next of its series, and none once this builder has ended. Every other one was
+        committed and has lost its sidecar: CacheDamaged, and nothing is removed.
+        """
         if not isinstance(self.out, LocalFolder):  # a store has no half objects; one without sidecar may be another's
             return
         kept = {entry.shard for entries in self._entries.values() for entry in entries}
         number, builders = self.partition
+        may_be_left: set[str] = set()
+        if not (self.finished or self._ended):
+            series = {fmt.SERIES[split]: len(entries) for split, entries in self._entries.items()}
+            may_be_left = {f"{letter}-{count * builders + number:06d}" for letter, count in series.items()}
+        leftovers: list[str] = []
+        committed: list[str] = []
         for file in self.out.names():
             match = _UNCOMMITTED.fullmatch(file)
-            if match and match[2] not in kept and int(match[1] or match[3]) % builders == number:
-                self.out.delete(file)
+            if match is None or int(match[1] or match[3]) % builders != number or match[2] in kept:
+                continue
+            if match[2] is None or match[2] in may_be_left:
+                leftovers.append(file)
+            elif not self.finished:  # there a shard that the manifest does not list is no part of the cache
+                committed.append(match[2])
+        if committed:
+            more = f" (nor have {len(committed) - 1:,} more shards)" if len(committed) > 1 else ""
+            what = f"has no sidecar{more}, and no kill leaves such a shard; nothing was touched"
+            part = f" and {fmt.part_name(number)}" if self._ended else ""
+            remedy = f"copy {committed[0]}.json back from where it is, or delete the shard{part} to build it again"
+            raise CacheDamaged(f"{self.out}/{committed[0]}.safetensors: {what}: {remedy}")
         if builders == 1 or self.finished:  # else another builder may be writing it now
-            self.out.delete(_MANIFEST_TEMPORARY)
+            leftovers.append(_MANIFEST_TEMPORARY)
+        for file in leftovers:
+            self.out.delete(file)
         files.fsync(self.out.path)
 
     def _flush(self) -> None:

@@ -115,7 +115,8 @@ def encode_rows(rows: Arrays, fingerprint: Fingerprint) -> Arrays:
 
     They are `input_ids` int [n, L], `loss_mask` [n, L] (0 or 1), `doc_starts` bool [n, L], `head_ids` int [n, L-1, K]
     and `head_logits` float [n, L-1, K] (logit minus maximum, rank order), `lse` and `log_tail` float32 [n, L-1] for
-    every temperature; if held, `tail_draw_ids` and `draw_ids` int [n, L-1, D] and `teacher_hidden` float [n, L-1, H].
+    every temperature; if held, `tail_draw_ids` and `draw_ids` int [n, L-1, D], `entropy` and `tail_entropy` float
+    [n, 1], and `teacher_hidden` float [n, L-1, H].
 
     CacheError: an array of another shape, an id outside the vocabulary, NaN, hidden states beyond float16.
     """
@@ -123,7 +124,7 @@ def encode_rows(rows: Arrays, fingerprint: Fingerprint) -> Arrays:
     n = len(rows["input_ids"])
     shapes: dict[str, tuple[int, ...]] = {name: (n, held.length) for name in ("input_ids", "loss_mask", "doc_starts")}
     shapes |= {name: (n, held.length - 1, *shape) for name, (_, shape) in position_arrays(held).items()}
-    shapes |= {"entropy": (n, 1)} if held.entropy else {}
+    shapes |= {name: (n, 1) for name in held.entropies}
     for name, shape in shapes.items():
         if name not in rows or rows[name].shape != shape:
             given = rows[name].shape if name in rows else "absent"
@@ -156,7 +157,7 @@ def encode_rows(rows: Arrays, fingerprint: Fingerprint) -> Arrays:
         arrays["weights"] = rows["weights"].astype("<f2")
     if held.hidden:
         arrays["hidden"] = _half(rows["teacher_hidden"])
-    arrays |= {"entropy": rows["entropy"].astype("<f4")} if held.entropy else {}
+    arrays |= {name: rows[name].astype("<f4") for name in held.entropies}
     arrays["row_crc32"] = row_checksums(arrays, fingerprint.arrays)
     return {spec.name: np.ascontiguousarray(arrays[spec.name]) for spec in fingerprint.arrays}
 
@@ -186,14 +187,18 @@ def row_checksums(arrays: Arrays, table: Sequence[ArraySpec]) -> np.ndarray:
 def empty_batch(
     count: int, fingerprint: Fingerprint, k: int, temperatures: Sequence[float], optional: Container[str] = OPTIONAL
 ) -> Batch:
-    """Return the arrays of a batch, not filled in; of the optional ones that there are, those named in `optional`."""
+    """Return the arrays of a batch, not filled in; of the optional ones that there are, those named in `optional`.
+
+    `tail_entropy` comes with the tail draws, without which it says nothing.
+    """
     held = fingerprint.contents._replace(top_k=k, temperatures=temperatures)
+    entropies = [name for name in held.entropies if name != "tail_entropy" or "tail_draw_ids" in optional]
     wanted = {name: of for name, of in position_arrays(held).items() if name not in OPTIONAL or name in optional}
     return {
         "input_ids": np.empty((count, held.length), np.int32),
         "document_ids": np.empty((count, held.length), np.int32),
         "target_mask": np.empty((count, held.length - 1), np.bool_),
-        **({"entropy": np.empty((count, 1), np.float32)} if held.entropy else {}),
+        **{name: np.empty((count, 1), np.float32) for name in entropies},
         **{name: np.empty((count, held.length - 1, *shape), kind) for name, (kind, shape) in wanted.items()},
     }
 
@@ -211,7 +216,7 @@ def decode_row(arrays: Arrays, fingerprint: Fingerprint, k: int, temperatures: S
     for name, key in _LISTS.items():
         if key in out:
             unpack_ids(arrays, out[key].shape[-1], out[key], name)
-    for name in {"weights", "entropy"} & out.keys():
+    for name in {"weights", "entropy", "tail_entropy"} & out.keys():
         np.copyto(out[name], arrays[name])
     if "teacher_hidden" in out:
         np.copyto(out["teacher_hidden"], arrays["hidden"])
@@ -272,8 +277,8 @@ def promises(part: Arrays, fingerprint: Fingerprint) -> dict[str, bool]:
         kept["val_range from 0 to 64"] = bool(((part["val_range"] >= 0) & (part["val_range"] <= LARGEST_RANGE)).all())
     if held.weights:
         kept["weights from 0 to 65,504"] = bool(((part["weights"] >= 0) & (part["weights"] < np.inf)).all())
-    if held.entropy:
-        kept["entropy of 0 or more"] = bool((part["entropy"] > -_ROUNDING).all() and np.isfinite(part["entropy"]).all())
+    for name in held.entropies:
+        kept[f"{name} of 0 or more"] = bool((part[name] > -_ROUNDING).all() and np.isfinite(part[name]).all())
     if held.hidden:
         kept["finite hidden states"] = bool(((part["hidden"].view("<u2") & 0x7C00) != 0x7C00).all())
     return kept

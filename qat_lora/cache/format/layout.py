@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from qat_lora.errors import CacheError
 from qat_lora.types import temperature_key
 
 VALUE_DTYPES = ("float16", "uint8")  # how the logits of top-K entries may be stored
@@ -69,6 +70,7 @@ class Contents(NamedTuple):
     weights: int = 0  # 1 where positions have weights in the loss
     lzma: int = 0  # 1 where rows are compressed (`compressed`), and draws stratified and rising
     hidden: int = 0  # H: width of the teacher's hidden states; 0 where none are stored
+    tail_entropy: int = 0  # 1 where rows have what the tail draws lack of a KL
 
     @property
     def id_lists(self) -> dict[str, int]:
@@ -80,6 +82,12 @@ class Contents(NamedTuple):
     def entropy(self) -> bool:
         """Whether rows have the teacher's mean entropy, by which the cross-entropy with draws alone exceeds the KL."""
         return bool(self.lzma and not self.top_k and not self.hidden)
+
+    @property
+    def entropies(self) -> tuple[str, ...]:
+        """The arrays of one number a row by which a cross-entropy with draws exceeds the KL."""
+        held = {"entropy": self.entropy, "tail_entropy": self.tail_entropy}
+        return tuple(name for name, is_held in held.items() if is_held)
 
     @property
     def sums(self) -> tuple[str, ...]:
@@ -97,7 +105,8 @@ def array_table(held: Contents) -> tuple[ArraySpec, ...]:
     table: list[tuple[str, str, tuple[int, ...]]] = [("row_crc32", "<u4", ()), ("input_ids", "<i4", (held.length,))]
     table = table[held.lzma :]  # compressed rows have their checksums outside
     table += [(name, "<i4", (positions, entries)) for name, entries in lists if wide]
-    table += [(name, "<f4", (positions,)) for name in held.sums] + [("entropy", "<f4", (1,))] * held.entropy
+    table += [(name, "<f4", (positions,)) for name in held.sums]
+    table += [(name, "<f4", (1,)) for name in held.entropies]
     if held.top_k:
         floats, codes = ("val", "<f2", (positions, held.top_k)), ("val_range", "<f2", (positions,))
         table.append(floats if held.value_dtype == "float16" else codes)
@@ -158,9 +167,10 @@ def default_shard_rows(table: Sequence[ArraySpec]) -> int:
 
 
 def shard_name(split: str, index: int) -> str:
-    """Return `s-000123` (train) or `e-000123` (eval): the shard's file name without its ending."""
+    """Return `s-000123` (train) or `e-000123` (eval): a shard's file name without its ending; CacheError: too high."""
     if not 0 <= index <= 999_999:
-        raise ValueError(f"shard number {index}: a series holds at most 1,000,000 shards; use larger shards")
+        what = f"shard number {index:,}: a split holds at most 1,000,000 shards, those of all builders together"
+        raise CacheError(f"{what}; build the cache again with a larger --shard-rows")
     return f"{SERIES[split]}-{index:06d}"
 
 

@@ -21,16 +21,23 @@ from qat_lora.errors import CacheDamaged, CacheError, ConfigError
 R = TypeVar("R")
 _SEAL, _SEAL_END = '"checksum": "', '"\n}\n'
 _OPTIONAL = re.compile(
-    r"(tail_draws|draws):([1-9]\d{0,5})|(weights|lzma):(1)|(hidden):([1-9]\d{0,6}):([\da-f]{64})", re.A
+    r"(tail_draws|draws):([1-9]\d{0,5})|(tail_entropy|weights|lzma):(1)|(hidden):([1-9]\d{0,6}):([\da-f]{64})", re.A
 )
-_OPTIONAL_ORDER = ("tail_draws", "draws", "weights", "lzma", "hidden")
+_OPTIONAL_ORDER = ("tail_draws", "tail_entropy", "draws", "weights", "lzma", "hidden")
 
 
 def optional_arrays(
-    tail_draws: int = 0, draws: int = 0, hidden: int = 0, sha256: str | None = None, weights: int = 0, lzma: int = 0
+    tail_draws: int = 0,
+    draws: int = 0,
+    hidden: int = 0,
+    sha256: str | None = None,
+    weights: int = 0,
+    lzma: int = 0,
+    tail_entropy: int = 0,
 ) -> tuple[str, ...]:
     """Return the names by which a fingerprint says what is stored beyond the standard arrays; sha256: the LM head's."""
-    counts = {"tail_draws": tail_draws, "draws": draws, "weights": int(weights), "lzma": int(lzma)}
+    counts = {"tail_draws": tail_draws, "tail_entropy": int(tail_entropy), "draws": draws}
+    counts |= {"weights": int(weights), "lzma": int(lzma)}
     names = [f"{name}:{count}" for name, count in counts.items() if count]
     return (*names, f"hidden:{hidden}:{sha256}") if hidden else tuple(names)
 
@@ -41,7 +48,7 @@ def _parse_optional(names: tuple[str, ...]) -> dict[str, tuple[int, str | None]]
     found: dict[str, tuple[int, str | None]] = {m[1] or m[3] or m[5]: (int(m[2] or m[4] or m[6]), m[7]) for m in known}
     if len(found) != len(names) or [*found] != [name for name in _OPTIONAL_ORDER if name in found]:
         last = "hidden:1024:<sha256 of the LM head>; a newer qat-lora may know more"
-        allowed = f"tail_draws:8, draws:32, weights:1, lzma:1, {last}"
+        allowed = f"tail_draws:8, tail_entropy:1, draws:32, weights:1, lzma:1, {last}"
         raise ConfigError(f"optional_arrays: {names!r} does not fit; allowed, in this order: {allowed}")
     return found
 
@@ -80,6 +87,12 @@ class Fingerprint:
             ("value_dtype", self.value_dtype, self.value_dtype in fmt.VALUE_DTYPES, " or ".join(fmt.VALUE_DTYPES)),
             ("eval_rows", self.eval_rows, self.eval_rows >= 0, "0 or more"),
             ("tail_draws", self.optional_arrays, self.top_k or "tail_draws" not in extras, "none where --top-k is 0"),
+            (
+                "tail_entropy",
+                self.optional_arrays,
+                extras.keys() >= {"tail_draws"} or "tail_entropy" not in extras,
+                "with tail_draws only",
+            ),
             ("temperatures", self.temperatures, rising, numbers),
             ("row_codec", self.optional_arrays, fits_codec, "lzma with --draws 1 to 256 only"),
         ]

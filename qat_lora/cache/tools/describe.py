@@ -109,6 +109,7 @@ def render(description: dict[str, Any]) -> str:
 def _stored(held: dict[str, Any]) -> str:
     parts = [f"the teacher's {held['top_k']} likeliest ({held['value_dtype']})"] if held["top_k"] else []
     words = {"tail_draws": "{} draws from the tail", "draws": "{} draws", "weights": "weights", "lzma": "compressed"}
+    words["tail_entropy"] = "their entropy"
     words["hidden"] = "its hidden state ({} wide)"
     arrays = (text.split(":") for text in held["optional_arrays"])
     return ", ".join([*parts, *(words[name].format(size) for name, size, *_ in arrays)])

@@ -210,8 +210,9 @@ def export_parquet(
     [L], `doc_starts` bool [L], `head_ids` int32 [L-1, K], `head_logits` [L-1, K] (logit minus the position's largest;
     float16, or float32 where the cache stores it as uint8 codes), `lse` and `log_tail` float32 [L-1], with `lse@2` and
     so on for other temperatures; where the cache has them `tail_draw_ids` and `draw_ids` int32 [L-1, D],
-    `weights` float16 [L-1] and `teacher_hidden` float16 [L-1, H]. The log-probability of an entry is `head_logits` / T
-    - `lse`. The file's metadata holds the fingerprint as JSON; the teacher's LM head stays in the cache's folder.
+    `tail_entropy` float32 [1], `weights` float16 [L-1] and `teacher_hidden` float16 [L-1, H]. The log-probability of an
+    entry is `head_logits` / T - `lse`. The file's metadata holds the fingerprint as JSON; the teacher's LM head stays
+    in the cache's folder.
 
     CacheError: no finished cache, a split without rows; CacheDamaged: a shard is not what was written; no file is left;
     OutputExistsError: there is a file of that name; MissingExtraError: pyarrow is not installed.
@@ -255,7 +256,8 @@ def _columns(arrays: Mapping[str, np.ndarray], held: Fingerprint) -> dict[str, n
     for name, size in contents.id_lists.items():
         if name in DRAWN:
             columns[DRAWN[name]] = unpack_ids(arrays, size, name=name)
-    named = {"weights": "weights", "hidden": "teacher_hidden"} | {name: name for name in contents.sums}
+    named = {"weights": "weights", "hidden": "teacher_hidden", "tail_entropy": "tail_entropy"}
+    named |= {name: name for name in contents.sums}
     return columns | {column: arrays[name] for name, column in named.items() if name in arrays}
 
 

@@ -19,7 +19,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +31,34 @@ from qat_lora.quant.initialize import COMPENSATED, ROUNDS, TWO_SIDED_ROUNDS, Met
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.host.machine import give_back
 
-TURNS = 3  # of codes and adapter; the fourth changed the objective by less than 1 %
 TURN_ROUNDS = 1  # of descent in a turn; only the turn that is kept is descended to the end
 FOLLOWED = 2  # two-sided rounds after which the adapter follows
 OVERSAMPLED, ITERATIONS = 32, 4  # extra columns, and passes, of the subspace iteration that replaces large SVDs
 INPUT_FLOOR = 1e-4  # of the mean eigenvalue: inputs that calibration never saw must not get infinite weight
-OUTPUT_FLOOR = 1e-1  # the same for outputs, whose gradients are noisier
+OUTPUT_FLOOR = 1.0  # the same for outputs, whose gradients are noisier and of fewer tokens
 Found = list[QuantizedWeight]  # of layers of one shape
 SPAN_FLOOR = 1e-3  # of an output's metric, where an adapter corrects all of it
+
+
+EffortName = Literal["light", "default", "best"]
+
+
+class Effort(NamedTuple):
+    """How long a layer is solved for, on how much text."""
+
+    turns: int  # of codes and adapter after the first
+    rounds: int  # of refitted scales and descent, before two-sided rounds
+    two_sided_rounds: int
+    calibration_tokens: int  # of inputs
+    fisher_tokens: int  # of these that outputs' gradients are taken for, which costs five times as much
+
+
+# Points of the curve of KL against minutes (benchmarks/real_model.py).
+EFFORTS: dict[EffortName, Effort] = {
+    "light": Effort(0, 1, 2, 16_384, 4_096),
+    "default": Effort(0, 1, 6, 32_768, 8_192),
+    "best": Effort(3, ROUNDS, TWO_SIDED_ROUNDS, 131_072, 32_768),
+}
 
 
 class FitSettings(NamedTuple):
@@ -48,6 +68,7 @@ class FitSettings(NamedTuple):
     start_rank: int = 0  # columns of the adapter start; 0 for none
     joint_rank: int = 0  # rank of the adapter that codes are chosen together with; 0: codes first
     device: torch.device | None = None  # where codes and scales are solved for; None: where the weights are, as starts
+    effort: Effort = EFFORTS["best"]
 
 
 class Fit(NamedTuple):
@@ -98,9 +119,15 @@ class Metric(NamedTuple):
     inputs: _Root
 
     @classmethod
-    def of(cls, like_OI: Tensor, second_moment_II: Tensor | None, outputs_OO: Tensor | None = None) -> Metric:
+    def of(
+        cls,
+        like_OI: Tensor,
+        second_moment_II: Tensor | None,
+        outputs_OO: Tensor | None = None,
+        output_floor: float = OUTPUT_FLOOR,
+    ) -> Metric:
         """Return the metric of a layer; without a moment everything counts alike."""
-        sides = zip(like_OI.shape, (outputs_OO, second_moment_II), (OUTPUT_FLOOR, INPUT_FLOOR), strict=True)
+        sides = zip(like_OI.shape, (outputs_OO, second_moment_II), (output_floor, INPUT_FLOOR), strict=True)
         ones = functools.partial(torch.ones, dtype=torch.float64, device=like_OI.device)
         return cls(*(_Root(ones(size)) if given is None else _Root.of(given, floor) for size, given, floor in sides))
 
@@ -197,9 +224,10 @@ class _Solver(NamedTuple):
         """Return the weights' rows, one layer under the other, where they are solved for."""
         return (weights_OI[0] if len(weights_OI) == 1 else torch.cat(tuple(weights_OI))).to(self.settings.device)
 
-    def quantised(self, weights_OI: Sequence[Tensor], rounds: int = ROUNDS) -> Found:
+    def quantised(self, weights_OI: Sequence[Tensor], rounds: int | None = None) -> Found:
         """Return codes and scales of every weight, where the weights are."""
         weights, method = self._stacked(weights_OI), self.settings.method
+        rounds = self.settings.effort.rounds if rounds is None else rounds
         found = initialize.quantize_weight(weights, self.spec, method, self.curvature, rounds)
         return found.to(weights_OI[0].device).split(len(weights_OI))
 
@@ -215,7 +243,7 @@ class _Solver(NamedTuple):
 
         beside: list[Factors | None] = [None] * len(weights_OI)
         best = dict[int, tuple[float, QuantizedWeight, Factors | None]]()
-        for _ in range(1 + TURNS):
+        for _ in range(1 + self.settings.effort.turns):
             for i, quantised in enumerate(self.quantised(targets(beside), TURN_ROUNDS)):
                 following, left = rest(i, quantised)
                 if i not in best or left < best[i][0]:
@@ -227,7 +255,10 @@ class _Solver(NamedTuple):
         vars(self.curvature).pop("inverse_root_LII", None)  # no start follows
         aim = self._stacked(targets(kept))
         start = QuantizedWeight.joined(found).to(aim.device)
-        refined = initialize.refine(aim, self.spec, start, self.curvature, ROUNDS - TURN_ROUNDS)
+        rounds = self.settings.effort.rounds - TURN_ROUNDS
+        if not rounds:
+            return list(found)
+        refined = initialize.refine(aim, self.spec, start, self.curvature, rounds)
         split = refined.to(weights_OI[0].device).split(len(found))
         return [new if rest(i, new)[1] < least[i] else found[i] for i, new in enumerate(split)]
 
@@ -252,10 +283,10 @@ class _Solver(NamedTuple):
             return fitted.to(weights_OI[0].device).split(len(found))
 
         if not rank:
-            return refined(TWO_SIDED_ROUNDS)
+            return refined(self.settings.effort.two_sided_rounds)
         best = [(math.inf, quantised) for quantised in found]
         without = [torch.zeros(*metric.shape[:2], rank) for metric in (metric_LOO, curvature.damped_LII)]
-        for turns_left in range(TWO_SIDED_ROUNDS // FOLLOWED, -1, -1):
+        for turns_left in range(self.settings.effort.two_sided_rounds // FOLLOWED, -1, -1):
             give_back()
             given = zip(metrics, weights_OI, found, strict=True)
             spans = [metric.spans(weight - now.dense(self.spec), rank) for metric, weight, now in given]

@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from qat_lora.config import HELP, option
-from qat_lora.layers.calibrate.fisher import Sensitivity
-from qat_lora.layers.calibrate.fit import Fit, FitSettings, fit_layers, together
+from qat_lora.layers.calibrate.fit import EFFORTS, EffortName, Fit, FitSettings, fit_layers, together
 from qat_lora.layers.convert import LM_HEAD, block_of, put_quantized, quantize_targets
-from qat_lora.layers.experts import siblings_of, tokens_of
+from qat_lora.layers.experts import siblings_of
 from qat_lora.layers.lora import Factors
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.quant.initialize import Method
@@ -91,42 +90,39 @@ class QuantizeConfig:
     init: Method = option("descent", HELP["init"])
     calibrate_on: Literal["student", "teacher"] = option("student", HELP["calibrate_on"])
     metric: Literal["fisher", "outputs"] = option("fisher", HELP["metric"])
-    calibration_rows: int = option(128, "rows of calibration text", unit="rows", min=1)
+    effort: EffortName = option("default", HELP["effort"])
+    calibration_rows: int | None = option(None, HELP["calibration_rows"], unit="rows", min=1)
+
+    def rows_of(self, length: int) -> int:
+        """Return the rows of calibration text, of `length` tokens: as many as were asked for, or the effort's."""
+        return self.calibration_rows or max(1, EFFORTS[self.effort].calibration_tokens // length)
 
 
 def second_moments(
-    model: nn.Module,
-    names: Iterable[str],
-    batches: Iterable[Any],
-    forward: Callable[[Any], Any],
-    costs: Mapping[str, Sensitivity] | None = None,
+    model: nn.Module, names: Iterable[str], batches: Iterable[Any], forward: Callable[[Any], Any]
 ) -> dict[str, Tensor]:
     """Return the mean of x xᵀ over all tokens, float32 [I, I], for the input of every named layer.
 
-    Layers with the same input tensor share one matrix, unless tokens count differently for each, by their `costs`.
-    Experts that fewer than `FEWEST_TOKENS` reach have none. `forward` runs the model on one batch; where the LM head is
-    named, it returns the last hidden states, the LM head's input, and spares the logits of a whole batch.
+    Layers with the same input tensor share one matrix. Experts that fewer than `FEWEST_TOKENS` reach have none.
+    `forward` runs the model on one batch; where the LM head is named, it returns the last hidden states, the LM head's
+    input, and spares the logits of a whole batch.
     """
     sums: dict[str, Tensor] = {}
-    mass: dict[str, Tensor | float] = {}
     owner: dict[str, str] = {}
-    reached = dict[str, int]()
-    last: dict[str, Any] = {"input": None, "name": "", "batch": 0}
+    tokens = dict[str, int]()
+    last: dict[str, Any] = {"input": None, "name": ""}
 
     def watch(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if costs is None and args[0] is last["input"]:
+            if args[0] is last["input"]:
                 owner[name] = last["name"]
                 return
             last.update(input=args[0], name=name)
             x = args[0].reshape(-1, args[0].shape[-1]).float()
-            weights = x.new_ones(x.shape[0])
-            if costs is not None and name in costs:
-                weights = costs[name].weights(last["batch"], tokens_of(model, name))
-            reached[name] = reached.get(name, 0) + len(x)
-            moment = (x * weights[:, None]).T @ x
-            sums[name] = sums[name].add_(moment) if name in sums else moment
-            mass[name] = mass.get(name, 0.0) + weights.sum()
+            if name not in sums:
+                sums[name] = x.new_zeros(x.shape[1], x.shape[1])
+            sums[name].addmm_(x.T, x)
+            tokens[name] = tokens.get(name, 0) + len(x)
 
         return hook
 
@@ -135,12 +131,15 @@ def second_moments(
     with contextlib.ExitStack() as stack, torch.no_grad():
         for name, hook in hooks.items():
             stack.enter_context(model.get_submodule(name).register_forward_pre_hook(hook))
-        for number, batch in enumerate(batches):
-            last["batch"] = number
+        for batch in batches:
             hidden = forward(batch)
             for name, hook in lm_heads.items():
                 hook(model.get_submodule(name), (hidden,))
-    means = {n: total.div_(mass[n]) for n, total in sums.items() if reached[n] >= FEWEST_TOKENS or not siblings_of(n)}
+    means = {
+        name: total.div_(max(1, tokens[name]))
+        for name, total in sums.items()
+        if tokens[name] >= FEWEST_TOKENS or not siblings_of(name)
+    }
     return means | {name: means[shared] for name, shared in owner.items() if shared in means}
 
 
@@ -151,7 +150,7 @@ class LayerFitter:
     model: nn.Module  # the full-precision model, which becomes the quantised one
     targets: Mapping[str, QuantSpec]  # which layers, and how: `convert.check_reach`
     settings: FitSettings
-    costs: Mapping[str, Sensitivity] | None = None  # sensitivities by layer name
+    costs: Mapping[str, Tensor] | None = None  # `sensitivities` by layer name
     work: Work = NOT_KEPT  # keeps the layers of every finished block, and has those that an interrupted run finished
     bar: tqdm[Any] = field(default_factory=lambda: tqdm(disable=True))  # counts finished layers
     ranks: Mapping[str, int] = field(default_factory=dict)  # of adapter starts, by name, where less than the settings'
@@ -182,19 +181,20 @@ class LayerFitter:
         known = [] if name.endswith("down_proj") else [m for n, m in moments_II.items() if siblings_of(n) == own]
         return sum(known[1:], known[0]) / len(known) if known else torch.eye(weight.shape[1], device=weight.device)
 
-    def _outputs(self, cost: Sensitivity, name: str) -> Tensor:
-        given = cost.outputs_OO
-        if name in self.unreached:  # all outputs cost alike
-            return torch.ones_like(given) if given.dim() == 1 else torch.eye(len(given))
-        return given
+    def _outputs(self, name: str) -> Tensor | None:
+        given = (self.costs or {}).get(name)
+        if given is None or name not in self.unreached:
+            return given
+        return torch.ones_like(given) if given.dim() == 1 else torch.eye(len(given))  # all outputs cost alike
 
     def fit(
         self, names: Sequence[str], moments_II: list[Tensor | None], weights_OI: Sequence[Tensor] | None = None
     ) -> dict[str, Finished]:
         """Fit one of the `groups` to its inputs' second moments, which the list loses, or to other weights if given."""
         self.work.may_stop()
-        linears, spec, costs = [self.linear(name) for name in names], self.targets[names[0]], self.costs or {}
-        outputs_OO = [self._outputs(costs[name], name) if name in costs else None for name in names]
+        linears = [self.linear(name) for name in names]
+        spec = self.targets[names[0]]
+        outputs_OO = [self._outputs(name) for name in names]
         rank = self.ranks.get(names[0], self.settings.start_rank)
         rank = 0 if LM_HEAD.search(names[0]) else rank  # which has no adapter
         settings = self.settings._replace(start_rank=rank, joint_rank=min(rank, self.settings.joint_rank))

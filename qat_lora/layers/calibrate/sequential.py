@@ -9,15 +9,21 @@ rows at one depth. A layer of the student should put out W x but receives y, so 
 the least-squares map from what it receives to what it should give; codes and adapter start are then fitted to W* on
 E[y yᵀ]. GPTQ's usual W on the student's inputs won nothing on our teacher, W* a sixth of the KL. A block is held twice.
 
+Blocks compute in the model's type; moments and differences are summed in float32. The full-precision block runs once
+for all batches, and what its layers get is kept until they are fitted; the student's runs up to the layer that is next.
+
 Masks, positions and rotary embeddings are recorded while the model runs (`capture_calls`); they do not depend on what
 the blocks compute, which hand on what they get. Source: GPTAQ (arXiv 2504.02692); W* is its least-squares form.
 """
 
+from __future__ import annotations
+
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +32,7 @@ from qat_lora.errors import ModelError
 from qat_lora.layers.calibrate.fisher import computing_by
 from qat_lora.layers.calibrate.quantize import FEWEST_TOKENS, Finished, LayerFitter
 from qat_lora.layers.convert import block_of
-from qat_lora.layers.experts import Experts, siblings_of, tokens_of
+from qat_lora.layers.experts import Experts, siblings_of
 from qat_lora.layers.lora import Starts
 from qat_lora.layers.quant_linear import embedding_of
 from qat_lora.quant.gptq import cholesky, damped, invert
@@ -57,19 +63,25 @@ def quantize_sequential(fitter: LayerFitter, batches: Sequence[Any], forward: Ca
         _quantize_lm_head(fitter, name, batches, forward)
         student = capture_calls(stack, batches, forward)[0]
     for i, (name, layers) in enumerate(blocks.items()):
-        block = _Block(fitter, name, layers, calls[i])
+        block = _Block(fitter, name, layers, calls[i], exact[0].dtype)
         found = fitter.finish(name, functools.partial(block.fit, exact, student))
         for layer, finished in found.items():
             block.correct(layer, finished)
-        for states, run in ((student, block.student), (exact, block.reference)):
-            for j, call in enumerate(calls[i]):  # in place: a second list of them would be half as much again
-                states[j] = run_block(run, states[j], call)
+        if not block.is_reference_run:  # its layers were fitted by an interrupted run
+            _advance(block.reference, exact, calls[i])
+        _advance(block.student, student, calls[i])
         adapter_init |= fitter.put(name, found)
         calls[i].clear()
     for name in outside:  # an untied LM head gets what the quantised model puts out
         if name not in tied:
             _quantize_lm_head(fitter, name, batches, forward)
     return adapter_init
+
+
+def _advance(block: nn.Module, states: list[Tensor], calls: list[Call]) -> None:
+    """Replace the hidden states of every batch by what a block makes of them; in place, as they are large."""
+    for j, call in enumerate(calls):
+        states[j] = run_block(block, states[j], call)
 
 
 def by_block(targets: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -105,33 +117,47 @@ def _quantize_lm_head(fitter: LayerFitter, name: str, batches: Sequence[Any], fo
 class _Block:
     """A decoder block, twice: `reference` at full precision, and `student`, whose layers are fitted one by one."""
 
-    def __init__(self, fitter: LayerFitter, name: str, layers: Sequence[str], calls: list[Call]) -> None:
-        self.fitter, self.name, self.calls = fitter, name, calls
+    def __init__(
+        self, fitter: LayerFitter, name: str, layers: Sequence[str], calls: list[Call], dtype: torch.dtype
+    ) -> None:
+        self.fitter = fitter
+        self.dtype = dtype  # that it computes in, which may be wider than that of its stored weights
+        self.name = name
+        self.calls = calls
         self.student = fitter.model.get_submodule(name)
         own = {id(p): p for p in self.student.parameters()}  # shared: weights are replaced below, never written to
         self.reference = copy.deepcopy(self.student, own)
         self.paths = [layer.removeprefix(f"{name}.") for layer in layers]
+        self.is_reference_run = False
 
     def fit(self, exact: list[Tensor], student: list[Tensor]) -> dict[str, Finished]:
-        """Fit the layers to the hidden states that enter reference and student; leave them dense and corrected."""
+        """Fit the layers to the hidden states that enter reference and student; leave them dense and corrected.
+
+        The states in `exact` become those that leave the reference.
+        """
         found: dict[str, Finished] = {}
-        for paths in self._stages(exact[0]):
-            moments = self._moments(paths, exact, student)
+        stages = self._stages(exact[0])
+        given_by_batch, routes_by_batch = self._run_reference(stages, exact)
+        for paths in stages:
+            moments = self._moments(paths, given_by_batch, routes_by_batch, student)
+            for given in given_by_batch:  # no later stage reads them
+                for path in paths:
+                    given.pop(path, None)
             for path in paths:
                 if (name := f"{self.name}.{path}") not in moments:
-                    alike = self.fitter.stand_in(name, {other: pair[0] for other, pair in moments.items()})
-                    moments[name] = alike, alike.new_zeros(()).expand_as(alike)  # so it aims at its own weight
+                    alike = self.fitter.stand_in(name, {other: of.inputs_II for other, of in moments.items()})
+                    moments[name] = Moments(alike, alike.new_zeros(()).expand_as(alike), math.inf)
             for names in self.fitter.groups(moments):
-                wanted = [aimed_weight(self.fitter.linear(name).weight.data, *moments[name]) for name in names]
-                given: list[Tensor | None] = [moments.pop(name)[0] for name in names]  # no other matrix is kept
-                found |= self.fitter.fit(names, given, wanted)
+                wanted = [aimed_weight(self.fitter.linear(name).weight.data, moments[name]) for name in names]
+                inputs: list[Tensor | None] = [moments.pop(name).inputs_II for name in names]  # no other is kept
+                found |= self.fitter.fit(names, inputs, wanted)
                 for name in names:
                     self.correct(name, found[name])
         return found
 
     def correct(self, name: str, finished: Finished) -> None:
         """Let a layer compute as its quantised weight with the adapter start, for the layers that follow."""
-        corrected = finished.corrected(self.fitter.settings.joint_rank)
+        corrected = finished.corrected(self.fitter.settings.joint_rank).to(self.dtype)
         self.fitter.linear(name).weight = nn.Parameter(corrected, requires_grad=False)
 
     def _stages(self, states: Tensor) -> list[list[str]]:
@@ -151,29 +177,54 @@ class _Block:
                 stages[_mixture_stage(path)] = [p for p in self.paths if _mixture_stage(p) == _mixture_stage(path)]
         return list(stages.values())
 
-    def _moments(self, paths: list[str], full: list[Tensor], student: list[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return E[y yᵀ] and E[(x - y) yᵀ] of the inputs of one stage's layers, by name: costs weigh tokens for each.
-
-        In both an expert gets the tokens that the reference sends it; with fewer than `FEWEST_TOKENS` it is left out.
-        """
-        costs, sums, reached = self.fitter.costs, dict[str, list[Tensor]](), dict[str, int]()
-        for i, call in enumerate(self.calls):
+    def _run_reference(
+        self, stages: list[list[str]], exact: list[Tensor]
+    ) -> tuple[list[dict[str, Tensor]], list[list[Tensor]]]:
+        """Run the reference on all batches; return the inputs of all stages' layers and the routes, by batch."""
+        sources = [path for paths in stages for path in dict.fromkeys(_source_of(path, paths) for path in paths)]
+        given_by_batch = []
+        routes_by_batch = []
+        for j, call in enumerate(self.calls):
             routes: list[Tensor] = []
-            xs = _inputs_of(paths, self.reference, full[i], call, routes)
-            ys = _inputs_of(paths, self.student, student[i], call, routes)
-            for path in paths:
-                if (source := _source_of(path, paths)) not in xs:
-                    continue
-                x, y, name = xs[source], ys[source], f"{self.name}.{path}"
-                seen = tokens_of(self.reference, path)
-                counts = y.new_ones(len(y)) if costs is None else costs[name].weights(i, seen)
-                if name not in sums:
-                    sums[name] = [y.new_zeros(size) for size in ((y.shape[1],) * 2, (y.shape[1],) * 2, ())]
-                weighted, (moment, shift, mass) = y * counts[:, None], sums[name]
-                moment.addmm_(weighted.T, y), shift.addmm_((x - y).T, weighted), mass.add_(counts.sum())
-                reached[name] = reached.get(name, 0) + len(y)
-        enough = [name for name in sums if reached[name] >= FEWEST_TOKENS or not siblings_of(name)]
-        return {name: (sums[name][0].div_(sums[name][2]), sums[name][1].div_(sums[name][2])) for name in enough}
+            inputs, exact[j] = _inputs_of(sources, self.reference, exact[j], call, routes, to_the_end=True)
+            given_by_batch.append(inputs)
+            routes_by_batch.append(routes)
+        self.is_reference_run = True
+        return given_by_batch, routes_by_batch
+
+    def _moments(
+        self,
+        paths: list[str],
+        given_by_batch: list[dict[str, Tensor]],
+        routes_by_batch: list[list[Tensor]],
+        student: list[Tensor],
+    ) -> dict[str, Moments]:
+        """Return the moments of the inputs of one stage's layers, by name; layers of one input share theirs.
+
+        An expert gets the tokens that the reference sends it; with fewer than `FEWEST_TOKENS` it is left out.
+        """
+        sources = {path: _source_of(path, paths) for path in paths}
+        sums: dict[str, Moments] = {}
+        for j, call in enumerate(self.calls):
+            ys, _ = _inputs_of([*dict.fromkeys(sources.values())], self.student, student[j], call, routes_by_batch[j])
+            for source, y_stored in ys.items():
+                x = given_by_batch[j][source].float()
+                y = y_stored.float()
+                if source not in sums:
+                    zeros = y.new_zeros(y.shape[1], y.shape[1])
+                    sums[source] = Moments(zeros, zeros.clone(), 0)
+                total = sums[source]
+                total.inputs_II.addmm_(y.T, y)
+                total.shift_II.addmm_((x - y).T, y)
+                sums[source] = total._replace(tokens=total.tokens + len(y))
+        for total in sums.values():
+            total.inputs_II.div_(max(1, total.tokens))
+            total.shift_II.div_(max(1, total.tokens))
+        return {
+            f"{self.name}.{path}": sums[source]
+            for path, source in sources.items()
+            if source in sums and (sums[source].tokens >= FEWEST_TOKENS or not siblings_of(path))
+        }
 
 
 def _mixture_stage(path: str) -> tuple[str, bool] | None:
@@ -191,34 +242,59 @@ class _Stop(Exception):
     """Ends a forward whose rest is not needed."""
 
 
-def _inputs_of(paths: list[str], block: nn.Module, x: Tensor, call: Call, routes: list[Tensor]) -> dict[str, Tensor]:
-    """Return a stage's inputs for one batch, [tokens, I], by layer; a mixture follows `routes`, or notes its own."""
+def _inputs_of(
+    sources: list[str], block: nn.Module, x: Tensor, call: Call, routes: list[Tensor], to_the_end: bool = False
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the inputs of layers for one batch, [tokens, I], by path, and what the block returns.
+
+    Without `to_the_end` the block stops at a layer that is no expert's, and what it returns is `x`. A mixture sends its
+    tokens where `routes` says, or notes there where it sends them.
+    """
     seen: dict[str, Tensor] = {}
+    output = x
+    known = iter([] if to_the_end else routes)
 
     def keep(path: str, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        seen[path] = args[0].reshape(-1, args[0].shape[-1]).float()
-        if not siblings_of(path):
+        seen[path] = args[0].reshape(-1, args[0].shape[-1])
+        if not (to_the_end or siblings_of(path)):
             raise _Stop
 
     def route(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        if routes:
-            return (args[0], routes.pop(), *args[2:])
+        if not to_the_end:
+            return (args[0], next(known), *args[2:])
         routes.append(args[1])
         return None
 
     with contextlib.ExitStack() as hooks, contextlib.suppress(_Stop):
-        for path in dict.fromkeys(_source_of(path, paths) for path in paths):
+        for path in sources:
             hooks.enter_context(block.get_submodule(path).register_forward_pre_hook(functools.partial(keep, path)))
         for module in (module for module in block.modules() if isinstance(module, Experts)):
             hooks.enter_context(module.register_forward_pre_hook(route))
-        run_block(block, x, call)
-    return seen
+        output = run_block(block, x, call)
+    return seen, output
 
 
-def aimed_weight(weight_OI: Tensor, moment_II: Tensor, shift_II: Tensor) -> Tensor:
-    """Return W* = W + W E[(x - y) yᵀ] E[y yᵀ]⁻¹, from E[y yᵀ], damped where it is inverted, and E[(x - y) yᵀ]."""
-    weight, root = weight_OI.to(moment_II.dtype), invert(cholesky(damped(moment_II)))
-    return (weight @ shift_II @ root.T @ root).add_(weight).float()
+class Moments(NamedTuple):
+    """What a layer's inputs tell: the student's y and how far the reference's x are from them."""
+
+    inputs_II: Tensor  # E[y yᵀ]
+    shift_II: Tensor  # E[(x - y) yᵀ]
+    tokens: float  # that both are means over
+
+
+RIDGE = 4.0  # of inputs over tokens: what a fit of so many unknowns to so few equations overstates
+
+
+def aimed_weight(weight_OI: Tensor, moments: Moments) -> Tensor:
+    """Return W* = W + W E[(x - y) yᵀ] E[y yᵀ]⁻¹, damped where it is inverted: the more, the fewer tokens an input has.
+
+    The diagonal gets a share of itself, `RIDGE` · I / tokens, since W* has I unknowns an output: without it, W* of a
+    layer with 2 to 20 tokens per input is farther from what the layer should be than W.
+    """
+    weight = weight_OI.to(moments.inputs_II.dtype)
+    ridge = RIDGE * weight.shape[1] / max(1.0, moments.tokens)
+    root = invert(cholesky(damped(moments.inputs_II, own=ridge)))
+    return (weight @ moments.shift_II @ root.T @ root).add_(weight).float()
 
 
 def capture_calls(

@@ -48,7 +48,7 @@ def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
     if kl and all(group.temperature != 1.0 for group in task.groups):
         task = task._replace(groups=[Group(1.0, None, [], [], [], []), *task.groups])  # of no entries: for log Σ exp
     softmaxes = [_softmax(task, group) for group in task.groups]
-    kl_ids = [term.teacher.ids_NK.masked_fill(skipped(mask_N)[:, None], 0) for _, term in kl]
+    kl_ids = [term.ids_NE.masked_fill(skipped(mask_N)[:, None], 0) for _, term in kl]
     kl_raw: list[list[Tensor]] = [[] for _ in kl]
     chunk_tokens = -(-chunk_tokens // 16) * 16  # Triton compiles again where a slice is aligned to less than 16 bytes
     store_CV = task.hidden_NH.new_empty(min(chunk_tokens, count), vocab)
@@ -56,8 +56,8 @@ def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
         rows = slice(start, start + chunk_tokens)
         hidden_CH = task.hidden_NH[rows]
         raw_CV = torch.mm(hidden_CH, weight_VH.t(), out=store_CV[: len(hidden_CH)])
-        for ids_NK, raw in zip(kl_ids, kl_raw, strict=True):
-            raw.append(raw_CV.gather(1, ids_NK[rows]))
+        for ids_NE, raw in zip(kl_ids, kl_raw, strict=True):
+            raw.append(raw_CV.gather(1, ids_NE[rows]))
         others = [_run(task, softmax, raw_CV.clone(), rows) for softmax in softmaxes[:-1]]
         grad_CV = _run(task, softmaxes[-1], raw_CV, rows)
         for other_CV in others if any(wanted) else ():
@@ -75,11 +75,11 @@ def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
         for (index, term), z_NE in zip(group.points, z_ND.split(widths, 1) if widths else (), strict=True):
             distance_N = weighted(term.weights_ND.float(), log_z_N[:, None] - z_NE).sum(1)
             sums[index] = keep(distance_N, mask_N).sum()
-    for (index, kl_term), ids_NK, raw in zip(kl, kl_ids, kl_raw, strict=True):
+    for (index, kl_term), ids_NE, raw in zip(kl, kl_ids, kl_raw, strict=True):
         log_z_N = next(softmax.results[1] for softmax in softmaxes if softmax.temperature == 1.0)
-        bias_NK = None if task.lm_head.bias_V is None else task.lm_head.bias_V[ids_NK]
-        z_NK, _ = finish_logits(torch.cat(raw), bias_NK, task.lm_head, wide)
-        sums[index] = keep(kl_term.loss(z_NK - log_z_N[:, None], None), mask_N).sum()
+        bias_NE = None if task.lm_head.bias_V is None else task.lm_head.bias_V[ids_NE]
+        z_NE, _ = finish_logits(torch.cat(raw), bias_NE, task.lm_head, wide)
+        sums[index] = keep(kl_term.loss(z_NE - log_z_N[:, None], None), mask_N).sum()
     return Walked(sums, d_hidden, d_weight, d_bias)
 
 

@@ -64,7 +64,7 @@ def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
     if not task.wanted.hidden:
         return Walked(part.sums)
     o_NH.mul_(part.tail_C[:, None] / l_N1.clamp_min(1))  # l is at least 1, or 0 for an empty tail
-    for ids_NE, grad_NE, z_NE in zip(ids, part.entries, entry_z, strict=False):  # the last may be only read
+    for ids_NE, grad_NE, z_NE in zip(ids, part.entries, entry_z, strict=False):  # the last are only read
         if lm_head.softcap is not None:
             grad_NE = grad_NE * (1 - (z_NE * (group.temperature / lm_head.softcap)).square())
         grad_NE = grad_NE.to(lm_head.weight_VH.dtype)

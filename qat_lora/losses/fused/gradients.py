@@ -70,7 +70,7 @@ class GroupGradient(NamedTuple):
 
     sums: dict[int, Tensor]  # as in `Walked`
     tail_C: Tensor  # gradient of the tail as a whole
-    entries: list[Tensor]  # what to add to the gradient at each of `entry_ids`; less one where the last is only read
+    entries: list[Tensor]  # what to add to the gradient at each of `entry_ids`; fewer where the last are only read
 
 
 def real_vocabulary(lm_head: LMHead, dtype: torch.dtype, wide: torch.dtype) -> LMHead:
@@ -180,17 +180,25 @@ def group_terms(terms: Sequence[Term]) -> list[Group]:
 
 
 def entry_ids(group: Group, mask_N: Tensor) -> list[Tensor]:
-    """Return the ids whose logits a group reads: the top K's, if any, each point term's, `kl`'s if it has others."""
+    """Return the ids whose logits a group reads: the top K's, if any, each point term's, and `kl`'s that are others.
+
+    Those of `kl` are last, since they get no gradient.
+    """
     ids = [] if group.ids_NK is None else [group.ids_NK]
     ids += [term.ids_ND for _, term in group.points]
-    ids += [term.teacher.ids_NK for _, term in group.kl if group.ids_NK is None]
+    for _, term in group.kl:
+        if group.ids_NK is None:
+            ids.append(term.ids_NE)
+        elif term.draw_ids_ND is not None:
+            ids.append(term.draw_ids_ND)
     return [x.long().masked_fill(skipped(mask_N)[:, None], 0) for x in ids]  # where masked, an id that exists
 
 
 def group_gradient(task: Task, group: Group, entry_z: Sequence[Tensor], *log_tails_C: Tensor) -> GroupGradient:
     """Return losses and gradients of a group, from z/T at `entry_ids`, log Σ exp(z/T) of the rest, and log Σ exp(z)."""
     mask_C, (log_tail_C, *log_tail_1_C) = task.mask_N, log_tails_C
-    topk_z, point_z = (entry_z[:1], entry_z[1:]) if group.topk else ((), entry_z[: len(group.points)])
+    topk_z, other_z = (entry_z[:1], entry_z[1:]) if group.topk else ((), entry_z)
+    point_z, kl_z = other_z[: len(group.points)], iter(other_z[len(group.points) :])
     log_z_C = log_add(topk_z[0].logsumexp(1), log_tail_C) if topk_z else log_tail_C  # log Σ_V exp(z/T)
     log_rest_C = log_tail_C - log_z_C  # log(1 - b)
     log_p_CK = topk_z[0] - log_z_C[:, None] if topk_z else log_tail_C.new_zeros(len(log_tail_C), 0)
@@ -211,12 +219,16 @@ def group_gradient(task: Task, group: Group, entry_z: Sequence[Tensor], *log_tai
         topk_CK = topk_CK + mass_C[:, None] * log_p_CK.exp()
         point_grads.append(-task.scales[index] * weights_CD)
     for index, kl in group.kl:
-        log_p, log_rest = (log_p_CK, log_rest_C) if group.topk else (entry_z[-1] - log_z_C[:, None], None)
+        own_z = [*topk_z]
+        if not topk_z or kl.draw_ids_ND is not None:
+            own_z.append(next(kl_z))
+        z_CE, log_z_1_C = torch.cat(own_z, 1), log_z_C
+        log_rest_1_C = log_rest_C if topk_z else None
         if log_tail_1_C:
-            z_CK = topk_z[0] * group.temperature
-            log_z_1_C = log_add(z_CK.logsumexp(1), log_tail_1_C[0])
-            log_p, log_rest = z_CK - log_z_1_C[:, None], log_tail_1_C[0] - log_z_1_C
-        sums[index] = keep(kl.loss(log_p, log_rest), mask_C).sum()
+            z_CE = z_CE * group.temperature
+            log_z_1_C = log_add((topk_z[0] * group.temperature).logsumexp(1), log_tail_1_C[0])
+            log_rest_1_C = log_tail_1_C[0] - log_z_1_C
+        sums[index] = keep(kl.loss(z_CE - log_z_1_C[:, None], log_rest_1_C), mask_C).sum()
     back = 1 / group.temperature  # d(z/T)/dz; with the T² of `scales` a softened term is scaled by T
     entries = [topk_CK, *point_grads] if group.topk else point_grads
     return GroupGradient(sums, keep(tail_C, mask_C) * back, [keep(grad_CE, mask_C) * back for grad_CE in entries])

@@ -158,6 +158,8 @@ def _check(hidden_NH: Tensor, lm_head: LMHead, terms: Sequence[Term], mask_N: Te
             fits = tail_N.shape == (count,)
         else:
             ids, values, fits = term.ids_ND, term.weights_ND, True
+        if isinstance(term, KLTerm) and term.draw_ids_ND is not None:
+            fits = fits and term.draw_ids_ND.dim() == 2 and term.draw_ids_ND.shape[0] == count
         if not fits or ids.dim() != 2 or ids.shape != values.shape or ids.shape[0] != count:
             what = f"ids {tuple(ids.shape)} and values {tuple(values.shape)} do not fit {count} positions"
             raise ValueError(f"term {term.name}: {what}; expected two arrays [{count}, entries]")

@@ -7,8 +7,8 @@ already have is seen. The committed files must not change within versions 1 and 
 
 `short`, `packed` and `wide` are the three ways ids are stored; `packed` has two temperatures, shards of unequal
 size and an evaluation split. `codes` has values as codes, and drawn tokens; `hidden` has hidden states instead of a
-head; `draws` is of version 2: draws alone, weights, and rows compressed one by one. `expected.json` holds what a
-reader must return, for all entries and for fewer.
+head; `draws` is of version 2: draws alone, weights, and rows compressed one by one; `tail` has draws from the tail with
+their entropy. `expected.json` holds what a reader must return, for all entries and for fewer.
 """
 
 import hashlib
@@ -32,6 +32,8 @@ CACHES = {
     | {"draws": 2, "hidden": 3},
     "draws": {"vocab_size": 151936, "length": 7, "top_k": 0, "temperatures": [1.0], "train": [2, 1], "eval": []}
     | {"draws": 6, "weights": 1, "lzma": 1},
+    "tail": {"vocab_size": 300, "length": 5, "top_k": 3, "temperatures": [1.0], "train": [1], "eval": []}
+    | {"tail_draws": 4, "tail_entropy": 1},
 }
 RAW = {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 20, "lc": 0, "lp": 0, "pb": 0}
 FEWER = 2
@@ -82,6 +84,8 @@ def draw_row(draw, setting):
         ]
         row["weights"] = [as_stored(draw.choice([0, 1, 2.5]), "e") for _ in range(length - 1)]
         row["entropy"] = [as_stored(3 * draw.random(), "f")]
+    if "tail_entropy" in setting:
+        row["tail_entropy"] = [as_stored(draw.random(), "f")]
     if "hidden" in setting:
         states = [[as_stored(draw.gauss(0, 9), "e") for _ in range(setting["hidden"])] for _ in range(length - 1)]
         row["teacher_hidden"] = states
@@ -134,6 +138,8 @@ def arrays_of(row, setting):
     for temperature in setting["temperatures"] if top_k else []:
         for name in ("lse", "log_tail"):
             yield name + suffix(temperature), "F32", positions, row[name + suffix(temperature)]
+    if "tail_entropy" in setting:
+        yield "tail_entropy", "F32", [1], row["tail_entropy"]
     if top_k and not codes:
         yield "val", "F16", head, flat(row["head_logits"])
     if codes:
@@ -256,7 +262,8 @@ def write_cache(folder, setting, seed):
     """Write one cache; return the rows of both splits."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(seed)
-    names = [f"{name}:{setting[name]}" for name in ("tail_draws", "draws", "weights", "lzma") if name in setting]
+    optional = ("tail_draws", "tail_entropy", "draws", "weights", "lzma")
+    names = [f"{name}:{setting[name]}" for name in optional if name in setting]
     version = 2 if "lzma" in setting else 1
     if "hidden" in setting:
         head, _ = head_bytes(random.Random(0), setting)
