@@ -10,8 +10,8 @@ torch's fused attention for CPUs wants that mask, with which it also multiplies 
 tile of queries of one row, for all query heads of one key head, meets the keys from the begin of its document (or
 window) up to its own end in one product; the backward pass forms the tile's probabilities again. Scores are float32
 whatever the model computes in: bfloat16 ones are five times as far off. torch's kernel called for each document by
-itself was measured too (AVX-512, rows of 512, 9 / 3 heads of 64 and 16 / 8 of 128): it takes 1.1 to 1.5 times as long for
-one document a row, the same for 4, three quarters for 16, and with gradients 1.3 to 2.8 times as long at each.
+itself was measured too (AVX-512, rows of 512, 9 / 3 heads of 64 and 16 / 8 of 128): it takes 1.1 to 1.5 times as long
+for one document a row, the same for 4, three quarters for 16, and with gradients 1.3 to 2.8 times as long at each.
 Softmax, since `exp` of MKL is slow where it underflows, as at masked scores. Under PyTorch/XLA small tiles make a long
 graph, writes in place copies (`blocked_attention`).
 
