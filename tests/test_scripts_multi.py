@@ -139,7 +139,7 @@ def test_a_chip_is_a_builder(tiny):
 
 @pytest.mark.parametrize(("processes", "replicas", "refused"), [(2, 8, True), (1, 8, False), (8, 8, False)])
 def test_qat_refuses_spmd_over_hosts_before_anything_is_read(processes, replicas, refused):
-    runtime = SimpleNamespace(processes=processes, replicas=replicas, rank=0, is_main=True)
+    runtime = SimpleNamespace(processes=processes, replicas=replicas, rank=0, is_main=True, auto_dtype=False)
     options = QatOptions(from_scratch=True, model="m", kd_cache_dir="nowhere")
     with pytest.raises(ConfigError if refused else CacheError, match="spmd over 2 hosts" if refused else "nowhere"):
         qat(options, runtime)
