@@ -188,13 +188,22 @@ class LayerFitter:
         return torch.ones_like(given) if given.dim() == 1 else torch.eye(len(given))  # all outputs cost alike
 
     def fit(
-        self, names: Sequence[str], moments_II: list[Tensor | None], weights_OI: Sequence[Tensor] | None = None
+        self,
+        names: Sequence[str],
+        moments_II: list[Tensor | None],
+        weights_OI: Sequence[Tensor] | None = None,
+        rows: Sequence[Tensor | None] | None = None,
     ) -> dict[str, Finished]:
-        """Fit one of the `groups` to its inputs' second moments, which the list loses, or to other weights if given."""
+        """Fit one of the `groups` to its inputs' second moments, which the list loses, or to other weights if given.
+
+        `rows` are what the rows of those weights have been multiplied by, [O]: an error there costs less by as much.
+        """
         self.work.may_stop()
         linears = [self.linear(name) for name in names]
         spec = self.targets[names[0]]
         outputs_OO = [self._outputs(name) for name in names]
+        if rows is not None:
+            outputs_OO = [_over_rows(cost, scale) for cost, scale in zip(outputs_OO, rows, strict=True)]
         rank = self.ranks.get(names[0], self.settings.start_rank)
         rank = 0 if LM_HEAD.search(names[0]) else rank  # which has no adapter
         settings = self.settings._replace(start_rank=rank, joint_rank=min(rank, self.settings.joint_rank))
@@ -245,6 +254,14 @@ class LayerFitter:
                 if held is not None and (held.dtype, held.device) == (view.dtype, view.device):
                     held.data = view
         return {name: Factors(halves[f"{name}.a_RI"], halves[f"{name}.b_OR"]) for name, of in starts.items() if of}
+
+
+def _over_rows(cost: Tensor | None, scale: Tensor | None) -> Tensor | None:
+    """Return what errors cost in outputs that are multiplied by a scale, [O, O] or [O]: G / (s sᵀ)."""
+    if cost is None or scale is None:
+        return cost
+    inverse = 1 / scale.to(cost)
+    return cost * inverse.square() if cost.dim() == 1 else inverse[:, None] * cost * inverse
 
 
 def quantize_layers(fitter: LayerFitter, moments: Mapping[str, Tensor] | None = None) -> dict[str, Factors]:

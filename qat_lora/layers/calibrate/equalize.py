@@ -1,0 +1,141 @@
+"""Scales between the layers of a block that leave its function alone and make its weights easier to quantise.
+
+A group of weights shares its scale, so a column of small weights is rounded as coarsely as the largest beside it. What
+a norm puts out, what a value projection hands to the output projection and what `up_proj` hands to `down_proj` can be
+scaled by channel and the weights that read it by the inverse: the model computes the same. With σ the root mean square
+of a column's weights and h the second moment of its input, columns are multiplied by
+
+    f = h^(1/8) σ^(-1/2),
+
+half of the way to columns of one size, and a little more for inputs that are large. AWQ (arXiv 2306.00978) searches
+f = h^(α/2) without the weights; SmoothQuant (2211.10438) has both. Measured with error feedback and an adapter, on the
+first blocks of a model of 135 M weights at 2 bits: the KL is 10 % less on prose, 20 % on code.
+
+Who reads what is found by running the block; every change is tried on a batch and undone where the block's output
+moves, so a router, a second reader or an unknown kind of norm costs the gain, not the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+OF_INPUTS = 0.125  # the exponent of an input's second moment
+OF_WEIGHTS = 0.5  # the exponent of 1 / σ
+MOST = 8.0  # times larger or smaller than the mean
+MOVED = 0.02  # of what a block adds to the hidden states, which a change may not move
+
+
+class NormCall(NamedTuple):
+    """What a norm got and put out once, and its path in the block."""
+
+    path: str
+    given: Tensor
+    output: Tensor
+
+
+class Scales(NamedTuple):
+    """What columns and rows of weights are multiplied by, by path, and the new weights of norms."""
+
+    columns: dict[str, Tensor]
+    rows: dict[str, Tensor]
+    norms: dict[str, Tensor]
+
+    def weight(self, path: str, weight_OI: Tensor) -> Tensor:
+        """Return a scaled weight, float32."""
+        scaled = weight_OI.float()
+        if path in self.columns:
+            scaled = scaled * self.columns[path]
+        if path in self.rows:
+            scaled = scaled * self.rows[path][:, None]
+        return scaled
+
+
+def block_scales(
+    block: nn.Module,
+    stages: Sequence[Sequence[str]],
+    norms: Mapping[str, NormCall],
+    squares: Mapping[str, Tensor],
+    is_unmoved: Callable[[Scales], bool],
+) -> Scales:
+    """Return the scales of a block's layers: those by which its output `is_unmoved`.
+
+    `stages` has the layers of one input together, `norms` the norm that a stage reads, by its first layer, and
+    `squares` the mean square of the inputs, [I], by the first layer of a stage.
+    """
+    scales = Scales({}, {}, {})
+    layers = {path for stage in stages for path in stage}
+    for stage in stages:
+        first = stage[0]
+        if first not in squares:
+            continue
+        trial = _of_norm(block, stage, norms[first], squares[first]) if first in norms else None
+        if trial is None and len(stage) == 1:
+            trial = _of_pair(block, first, squares[first], layers)
+        if trial is None:
+            continue
+        joined = Scales(*(mine | new for mine, new in zip(scales, trial, strict=True)))
+        if is_unmoved(joined):
+            scales = joined
+    return scales
+
+
+def _factors(squares: Tensor, weights_OI: Sequence[Tensor], tied: tuple[int, int] | None = None) -> Tensor:
+    """Return f for the columns of weights; `tied`, (heads, size): equal for the heads that share keys and values."""
+    sigma = torch.cat([weight.float() for weight in weights_OI]).square().mean(0).sqrt()
+    logarithm = OF_INPUTS * squares.clamp_min(1e-12).log() - OF_WEIGHTS * sigma.clamp_min(1e-12).log()
+    if tied is not None:
+        heads, size = tied
+        logarithm = logarithm.view(-1, heads, size).mean(1, keepdim=True).expand(-1, heads, size).reshape(-1)
+    bound = torch.tensor(MOST).log()
+    return (logarithm - logarithm.mean()).clamp(-bound, bound).exp()
+
+
+def _of_norm(block: nn.Module, stage: Sequence[str], call: NormCall, squares: Tensor) -> Scales | None:
+    """Return the scales of the layers that read a norm; None for a norm with other parameters than gains."""
+    norm = block.get_submodule(call.path)
+    if [name for name, _ in norm.named_parameters()] != ["weight"] or norm.weight.dim() != 1:
+        return None
+    stored = norm.weight.data
+    x = call.given.reshape(-1, len(stored)).float()
+    normed = x * x.square().mean(-1, keepdim=True).clamp_min(1e-12).rsqrt()
+    output = call.output.reshape(-1, len(stored)).float()
+    measured = (output * normed).sum(0) / normed.square().sum(0).clamp_min(1e-12)
+    for offset in (0.0, 1.0):  # Gemma stores a gain less one
+        gain = stored.float() + offset
+        if torch.linalg.vector_norm(measured - gain) < 0.02 * torch.linalg.vector_norm(gain):
+            break
+    else:
+        return None
+    wanted = _factors(squares, [block.get_submodule(path).weight.data for path in stage])
+    new = (gain / wanted - offset).to(stored.dtype)
+    new_gain = new.float() + offset
+    # What the stored type makes of the new gain is exact then: the columns take the rest.
+    usable = (new_gain.abs() > 1e-6) & (gain.abs() > 1e-6)
+    new = torch.where(usable, new, stored)
+    factors = torch.where(usable, gain / new_gain, 1.0)
+    return Scales(dict.fromkeys(stage, factors), {}, {call.path: new})
+
+
+_WRITERS = {"o_proj": "v_proj", "down_proj": "up_proj"}  # whose rows the reader's columns are taken from
+
+
+def _of_pair(block: nn.Module, path: str, squares: Tensor, layers: Container[str]) -> Scales | None:
+    """Return the scales between a layer and the one that writes its input; None where that is unknown."""
+    parent, _, name = path.rpartition(".")
+    module = block.get_submodule(parent)
+    reader = block.get_submodule(path)
+    writer = getattr(module, _WRITERS.get(name, ""), None)
+    writer_path = f"{parent}.{_WRITERS.get(name)}".lstrip(".")
+    if writer_path not in layers or not isinstance(writer, nn.Linear) or writer.bias is not None:
+        return None
+    heads, rest = divmod(reader.in_features, writer.out_features)
+    size = getattr(module, "head_dim", writer.out_features) if heads > 1 else writer.out_features
+    if rest or not isinstance(size, int) or writer.out_features % size:
+        return None
+    factors = _factors(squares, [reader.weight.data], (heads, size))
+    rows = factors.view(-1, heads, size)[:, 0].reshape(-1)
+    return Scales({path: factors}, {writer_path: 1 / rows}, {})
