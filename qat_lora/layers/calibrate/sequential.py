@@ -9,7 +9,7 @@ rows at one depth. A layer of the student should put out W x but receives y, so 
 the least-squares map from what it receives to what it should give; codes and adapter start are then fitted to W* on
 E[y yᵀ]. GPTQ's usual W on the student's inputs won nothing on our teacher, W* a sixth of the KL. A block is held twice.
 
-A layer that adds to the hidden states can do more: with r what the student lacks just before, it aims at W x + LACK · r,
+A layer that adds to the hidden states can do more: with r what the student lacks just before, it aims at W x + LACK r,
 
     W* = (W E[x yᵀ] + LACK · E[r yᵀ]) E[y yᵀ]⁻¹,
 
