@@ -9,7 +9,7 @@ from qat_lora.errors import ModelError
 from qat_lora.layers.calibrate.fisher import drawn_log_likelihood, sensitivities
 from qat_lora.layers.calibrate.fit import FitSettings
 from qat_lora.layers.calibrate.quantize import LayerFitter, quantize_layers, second_moments
-from qat_lora.layers.calibrate.sequential import Moments, aimed_weight, quantize_sequential
+from qat_lora.layers.calibrate.sequential import LACK, Moments, aimed_weight, quantize_sequential
 from qat_lora.layers.convert import add_lora, quant_layers, quantize_targets
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.quant.presets import preset
@@ -70,6 +70,21 @@ def test_the_aimed_weight_is_the_least_squares_map_from_the_students_inputs(toke
     expected = np.linalg.lstsq(inputs, wanted, rcond=None)[0].T
     found = aimed_weight(torch.from_numpy(weight), Moments(*map(torch.from_numpy, (moment, shift)), tokens))
     assert np.allclose(found.numpy(), expected, atol=1e-4)
+
+
+def test_what_adds_to_the_hidden_states_aims_at_what_they_lack_as_well():
+    draw = np.random.default_rng(1)
+    x = draw.normal(size=(5000, 8)) @ draw.normal(size=(8, 8))
+    y = x + 0.3 * draw.normal(size=(5000, 8))
+    lack = y @ draw.normal(size=(8, 5)) + draw.normal(size=(5000, 5))
+    weight = draw.normal(size=(5, 8))
+    own = np.diag(y.T @ y / 5000)
+    extra = np.diag(np.sqrt(5000 * (0.01 * own.mean() + 4 * 8 / 5000 * own)))
+    wanted = np.concatenate([x @ weight.T + LACK * lack, extra @ weight.T])
+    expected = np.linalg.lstsq(np.concatenate([y, extra]), wanted, rcond=None)[0].T
+    moments = Moments(*map(torch.from_numpy, (y.T @ y / 5000, (x - y).T @ y / 5000)), 5000)
+    lack_OI = torch.from_numpy(lack.T @ y / 5000)
+    assert np.allclose(aimed_weight(torch.from_numpy(weight), moments._replace(lack_OI=lack_OI)), expected, atol=1e-4)
 
 
 def test_with_few_tokens_per_input_the_aim_does_not_leave_the_weight():
