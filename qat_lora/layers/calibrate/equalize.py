@@ -37,6 +37,21 @@ class NormCall(NamedTuple):
     output: Tensor
 
 
+def gain_of(norm: nn.Module, call: NormCall) -> Tensor | None:
+    """Return the gains of a root mean square norm, float32 [N], by what it did; None for any other norm."""
+    if [name for name, _ in norm.named_parameters()] != ["weight"] or norm.weight.dim() != 1:
+        return None
+    stored = norm.weight.data.float()
+    x = call.given.reshape(-1, len(stored)).float()
+    normed = x * x.square().mean(-1, keepdim=True).clamp_min(1e-12).rsqrt()
+    output = call.output.reshape(-1, len(stored)).float()
+    measured = (output * normed).sum(0) / normed.square().sum(0).clamp_min(1e-12)
+    for gain in (stored, 1 + stored):  # Gemma stores a gain less one
+        if torch.linalg.vector_norm(measured - gain) < 0.02 * torch.linalg.vector_norm(gain):
+            return gain
+    return None
+
+
 class Scales(NamedTuple):
     """What columns and rows of weights are multiplied by, by path, and the new weights of norms."""
 
@@ -95,21 +110,13 @@ def _factors(squares: Tensor, weights_OI: Sequence[Tensor], tied: tuple[int, int
 
 
 def _of_norm(block: nn.Module, stage: Sequence[str], call: NormCall, squares: Tensor) -> Scales | None:
-    """Return the scales of the layers that read a norm; None for a norm with other parameters than gains."""
+    """Return the scales of the layers that read a norm; None for one that is no root mean square norm."""
     norm = block.get_submodule(call.path)
-    if [name for name, _ in norm.named_parameters()] != ["weight"] or norm.weight.dim() != 1:
+    gain = gain_of(norm, call)
+    if gain is None:
         return None
     stored = norm.weight.data
-    x = call.given.reshape(-1, len(stored)).float()
-    normed = x * x.square().mean(-1, keepdim=True).clamp_min(1e-12).rsqrt()
-    output = call.output.reshape(-1, len(stored)).float()
-    measured = (output * normed).sum(0) / normed.square().sum(0).clamp_min(1e-12)
-    for offset in (0.0, 1.0):  # Gemma stores a gain less one
-        gain = stored.float() + offset
-        if torch.linalg.vector_norm(measured - gain) < 0.02 * torch.linalg.vector_norm(gain):
-            break
-    else:
-        return None
+    offset = round(float((gain - stored.float()).mean()))
     wanted = _factors(squares, [block.get_submodule(path).weight.data for path in stage])
     new = (gain / wanted - offset).to(stored.dtype)
     new_gain = new.float() + offset

@@ -15,7 +15,7 @@ A layer that adds to the hidden states can do more: with r what the student lack
 
 so that the part of all earlier errors that its inputs tell of is taken back. On a model of 135 M weights at 2 bits this
 is a sixth of the KL. What adds is found by the numbers: a block's output less its input is solved for in its layers'
-outputs. Blocks with norms behind their layers, or experts, have no such layers and keep the plain target.
+outputs, or in those of the norms behind them (Gemma 2 and 3). Blocks with experts keep the plain target.
 
 Weights are fitted as `equalize` scales them.
 
@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import ModelError
-from qat_lora.layers.calibrate.equalize import MOVED, NormCall, Scales, block_scales
+from qat_lora.layers.calibrate.equalize import MOVED, NormCall, Scales, block_scales, gain_of
 from qat_lora.layers.calibrate.fisher import computing_by
 from qat_lora.layers.calibrate.quantize import FEWEST_TOKENS, Finished, LayerFitter
 from qat_lora.layers.convert import block_of
@@ -142,7 +142,7 @@ class _Block:
         self.reference = copy.deepcopy(self.student, own)
         self.paths = [layer.removeprefix(f"{name}.") for layer in layers]
         self.is_reference_run = False
-        self.writers: dict[str, float] = {}  # layers that add to the hidden states, with factors of their outputs
+        self.writers: dict[str, _Writer] = {}  # layers that add to the hidden states
         self.scales = Scales({}, {}, {})
 
     def fit(self, exact: list[Tensor], student: list[Tensor]) -> dict[str, Finished]:
@@ -237,7 +237,17 @@ class _Block:
                     hooks.enter_context(module.register_forward_hook(note))
             output = run_block(self.reference, states, self.calls[0])
         if not any(siblings_of(path) for path in self.paths):
-            self.writers = _writers(states, output, {p: y for p, y in outputs.items() if y.shape == states.shape})
+            behind = {id(call.given): call for call in norms}
+            alike = {path: y for path, y in outputs.items() if y.shape == states.shape}
+            calls = {path: behind[id(y)] for path, y in alike.items() if id(y) in behind}
+            added = {path: calls[path].output if path in calls else y for path, y in alike.items()}
+            for path, factor in _factors_of(states, output, added).items():
+                norm = path in calls and self.reference.get_submodule(calls[path].path)
+                gain = gain_of(norm, calls[path]) if norm else None
+                if norm and gain is None:  # what the layer itself should put out is unknown
+                    self.writers.clear()
+                    break
+                self.writers[path] = _Writer(factor, calls[path].path if norm else path, gain)
         stages: dict[Any, list[str]] = {}
         for path, given in order:
             if _mixture_stage(path) is None:
@@ -253,20 +263,22 @@ class _Block:
         runs = []
         for j, call in enumerate(self.calls):
             routes: list[Tensor] = []
-            before, outputs = exact[j], dict.fromkeys(self.writers, exact[j])
+            before = exact[j]
+            outputs = {module: before for path, writer in self.writers.items() for module in (path, writer.adds)}
             given, exact[j] = _inputs_of(sources, self.reference, before, call, routes, outputs, to_the_end=True)
-            runs.append(_ReferenceRun(given, routes, self._added_to(before, outputs)))
+            sizes = {path: outputs[path].float().square().mean(-1).sqrt().view(-1, 1) for path in self.writers}
+            runs.append(_ReferenceRun(given, routes, self._added_to(before, outputs), sizes))
         self.is_reference_run = True
         return runs
 
     def _added_to(self, states: Tensor, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the hidden states that every writer adds to, [tokens, O], by path, as far as `outputs` go."""
         found = {}
-        for path, factor in self.writers.items():
+        for path, writer in self.writers.items():
             found[path] = states.reshape(-1, states.shape[-1])
-            if path not in outputs:
+            if writer.adds not in outputs:
                 break
-            states = states + factor * outputs[path]
+            states = states + writer.factor * outputs[writer.adds]
         return found
 
     def _moments(self, paths: list[str], reference: list[_ReferenceRun], student: list[Tensor]) -> dict[str, Moments]:
@@ -280,7 +292,7 @@ class _Block:
         earlier = list(itertools.takewhile(lambda path: path not in paths, self.writers))
         for j, call in enumerate(self.calls):
             run = reference[j]
-            outputs = dict.fromkeys(earlier, student[j])
+            outputs = {self.writers[path].adds: student[j] for path in earlier}
             ys, _ = _inputs_of([*dict.fromkeys(sources.values())], self.student, student[j], call, run.routes, outputs)
             for source, y_stored in ys.items():
                 x = run.given[source].float()
@@ -297,7 +309,11 @@ class _Block:
             states = self._added_to(student[j], outputs)
             for path in paths:
                 if path in self.writers:
-                    lack = (run.added_to.pop(path).float() - states[path].float()) / self.writers[path]
+                    writer = self.writers[path]
+                    lack = (run.added_to.pop(path).float() - states[path].float()) / writer.factor
+                    if writer.gain is not None:  # through the norm, as large as the reference's output is
+                        least = FAINT * writer.gain.square().mean().sqrt()
+                        lack = lack * run.sizes[path] * writer.gain / (writer.gain.square() + least.square())
                     product = lack.T @ ys[sources[path]].float()
                     lacks[path] = lacks[path].add_(product) if path in lacks else product
         for total in sums.values():
@@ -318,10 +334,22 @@ class _ReferenceRun(NamedTuple):
     given: dict[str, Tensor]  # its layers' inputs, by path
     routes: list[Tensor]  # of its experts
     added_to: dict[str, Tensor]  # the hidden states that a writer adds to, by path
+    sizes: dict[str, Tensor]  # root mean squares of a writer's outputs, [tokens, 1], by path
 
 
-def _writers(states: Tensor, output: Tensor, outputs: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the layers whose outputs a block adds to the hidden states, with their factors; none if it does more.
+class _Writer(NamedTuple):
+    """A layer that adds to the hidden states."""
+
+    factor: float  # of what it adds
+    adds: str  # the path of the module whose output that is: the layer, or a norm behind it
+    gain: Tensor | None  # of that norm, [O]
+
+
+FAINT = 0.1  # of the root mean square gain of a norm: outputs that it all but drops are not asked to correct much
+
+
+def _factors_of(states: Tensor, output: Tensor, outputs: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return which outputs a block adds to the hidden states, with their factors; none if it does more.
 
     output = states + Σ c y is solved for c by least squares; a layer whose output goes elsewhere has a c of 0.
     """
@@ -336,7 +364,7 @@ def _writers(states: Tensor, output: Tensor, outputs: Mapping[str, Tensor]) -> d
     rounding = 0.5 * torch.finfo(output.dtype).eps
     if left.square().mean().sqrt() > MOVED * change.square().mean().sqrt() + rounding:
         return {}
-    return {path: float(c) for path, c in zip(outputs, factors[:, 0], strict=True) if abs(c) > 0.05}
+    return {path: round(float(c), 2) for path, c in zip(outputs, factors[:, 0], strict=True) if abs(c) > 0.05}
 
 
 def _mixture_stage(path: str) -> tuple[str, bool] | None:
