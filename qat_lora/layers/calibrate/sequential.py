@@ -237,17 +237,8 @@ class _Block:
                     hooks.enter_context(module.register_forward_hook(note))
             output = run_block(self.reference, states, self.calls[0])
         if not any(siblings_of(path) for path in self.paths):
-            behind = {id(call.given): call for call in norms}
             alike = {path: y for path, y in outputs.items() if y.shape == states.shape}
-            calls = {path: behind[id(y)] for path, y in alike.items() if id(y) in behind}
-            added = {path: calls[path].output if path in calls else y for path, y in alike.items()}
-            for path, factor in _factors_of(states, output, added).items():
-                norm = path in calls and self.reference.get_submodule(calls[path].path)
-                gain = gain_of(norm, calls[path]) if norm else None
-                if norm and gain is None:  # what the layer itself should put out is unknown
-                    self.writers.clear()
-                    break
-                self.writers[path] = _Writer(factor, calls[path].path if norm else path, gain)
+            self.writers = self._writers(states, output, alike, norms)
         stages: dict[Any, list[str]] = {}
         for path, given in order:
             if _mixture_stage(path) is None:
@@ -256,6 +247,24 @@ class _Block:
                 stages[_mixture_stage(path)] = [p for p in self.paths if _mixture_stage(p) == _mixture_stage(path)]
         of_norms = {stages[id(call.output)][0]: call for call in norms if id(call.output) in stages}
         return list(stages.values()), of_norms, output
+
+    def _writers(
+        self, states: Tensor, output: Tensor, outputs: Mapping[str, Tensor], norms: Sequence[NormCall]
+    ) -> dict[str, _Writer]:
+        """Return the layers that add to the hidden states; none where a norm behind one is of an unknown kind."""
+        behind = {id(call.given): call for call in norms}
+        calls = {path: behind[id(y)] for path, y in outputs.items() if id(y) in behind}
+        added = {path: calls[path].output if path in calls else y for path, y in outputs.items()}
+        found = {}
+        for path, factor in _factors_of(states, output, added).items():
+            if path not in calls:
+                found[path] = _Writer(factor, path, None)
+                continue
+            gain = gain_of(self.reference.get_submodule(calls[path].path), calls[path])
+            if gain is None:
+                return {}
+            found[path] = _Writer(factor, calls[path].path, gain)
+        return found
 
     def _run_reference(self, stages: list[list[str]], exact: list[Tensor]) -> list[_ReferenceRun]:
         """Run the reference on all batches; return what its layers get and the states that they add to, by batch."""
