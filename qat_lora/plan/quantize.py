@@ -13,6 +13,7 @@ from qat_lora.layers import convert
 from qat_lora.layers.calibrate.fisher import MOST_LOGITS, fisher_bytes, kept_shape
 from qat_lora.layers.calibrate.fit import EFFORTS, FOLLOWED, ITERATIONS, OVERSAMPLED, TURN_ROUNDS, Effort
 from qat_lora.layers.calibrate.upcast import PIECE
+from qat_lora.layers.experts import siblings_of
 from qat_lora.layers.lora import of_one_input
 from qat_lora.models.load import cast
 from qat_lora.options import EstimateOptions, QuantizeOptions
@@ -134,14 +135,19 @@ def calibration_operations(
     # two moments for layers of one input.
     together = [name for names in of_one_input(named) for name in names[1:]]
     moments = sum(2 * share * layer.in_features**2 for name, (layer, share) in layers.items() if name not in together)
-    inputs = 3.5 * products + 5 * attention + 2 * moments
+    # What hidden states lack, for the layers that add to them; four trials of scales between layers, on one batch.
+    writers = [layer for name, (layer, _) in layers.items() if name.endswith(("o_proj", "down_proj"))]
+    has_experts = any(siblings_of(name) for name in layers)
+    lacks = 0 if has_experts else sum(2 * layer.in_features * layer.out_features for layer in writers)
+    inputs = 3.5 * products + 5 * attention + 2 * moments + lacks
     if found:  # one stream more, one for a head's input, and teacher and student for every format of a head
         heads = sum(bool(convert.LM_HEAD.search(names[0])) for names, *_ in found.points)
         scored = 2 * heads * min(1, HEAD_ROWS / options.rows_of(options.calibration_length))
         inputs += moments + (1 + (heads > 0) + scored) * (products + attention) + scored * to_logits
     batch = min(calibration_batch_rows(length), options.rows_of(length)) * length
     fisher_tokens = min(tokens, -(-EFFORTS[options.effort].fisher_tokens // batch) * batch)
-    return int(tokens * inputs + (options.metric == "fisher") * fisher_tokens * fisher)
+    trials = 4 * batch * (products + attention)
+    return int(tokens * inputs + trials + (options.metric == "fisher") * fisher_tokens * fisher)
 
 
 def solver_work(module: Any, options: QuantizeOptions, column_passes: int, measured: Choices | None) -> SolverWork:

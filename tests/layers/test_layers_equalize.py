@@ -5,6 +5,7 @@ import torch
 import transformers
 from torch import nn
 
+from qat_lora.layers.calibrate.equalize import MOST
 from qat_lora.layers.calibrate.fit import FitSettings
 from qat_lora.layers.calibrate.quantize import LayerFitter
 from qat_lora.layers.calibrate.sequential import quantize_sequential
@@ -66,6 +67,8 @@ def test_a_model_whose_norms_changed_computes_the_same(family):
 
 def test_columns_become_more_alike():
     model = quantised(model_of("Llama"))
+    gains = [m.model.layers[1].input_layernorm.weight for m in (model, model_of("Llama"))]
+    assert 2 < (gains[0] / gains[1]).max() <= 1.01 * MOST
     for name in ("q_proj", "o_proj"):
         before = model_of("Llama").model.layers[1].self_attn.get_submodule(name).weight
         after = quant_layers(model)[f"model.layers.1.self_attn.{name}"].weight

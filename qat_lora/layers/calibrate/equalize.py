@@ -118,7 +118,7 @@ def _of_norm(block: nn.Module, stage: Sequence[str], call: NormCall, squares: Te
     stored = norm.weight.data
     offset = round(float((gain - stored.float()).mean()))
     wanted = _factors(squares, [block.get_submodule(path).weight.data for path in stage])
-    new = (gain / wanted - offset).to(stored.dtype)
+    new = (gain / wanted - offset).bfloat16().to(stored.dtype)  # whatever the type, the same student
     new_gain = new.float() + offset
     # What the stored type makes of the new gain is exact then: the columns take the rest.
     usable = (new_gain.abs() > 1e-6) & (gain.abs() > 1e-6)
