@@ -7,7 +7,7 @@ from torch import nn
 
 from qat_lora.layers.calibrate.equalize import MOST
 from qat_lora.layers.calibrate.fit import FitSettings
-from qat_lora.layers.calibrate.quantize import LayerFitter
+from qat_lora.layers.calibrate.quantize import NOT_KEPT, LayerFitter, Work
 from qat_lora.layers.calibrate.sequential import quantize_sequential
 from qat_lora.layers.convert import quant_layers, quantize_targets
 from qat_lora.quant.presets import preset
@@ -34,10 +34,23 @@ def model_of(family, **settings):
     return model
 
 
-def quantised(model, name="q8_0", method="mse"):
+class Memory(Work):
+    """Keeps pieces in memory."""
+
+    def __init__(self):
+        self.pieces = {}
+
+    def take(self, name):
+        return self.pieces.get(name)
+
+    def keep(self, name, tensors, facts):
+        self.pieces[name] = {key: tensor.clone() for key, tensor in tensors.items()}, facts
+
+
+def quantised(model, work=NOT_KEPT):
     draw = torch.Generator().manual_seed(1)
     text = [torch.randint(0, 64, (4, 64), generator=draw) for _ in range(4)]
-    fitter = LayerFitter(model, quantize_targets(model, preset(name)), FitSettings(method))
+    fitter = LayerFitter(model, quantize_targets(model, preset("q8_0")), FitSettings("mse"), work=work)
     quantize_sequential(fitter, text, lambda ids: model.model(ids, use_cache=False).last_hidden_state)
     return model
 
@@ -74,6 +87,20 @@ def test_columns_become_more_alike():
         after = quant_layers(model)[f"model.layers.1.self_attn.{name}"].weight
         spread = [w.detach().float().square().mean(0).log().std() for w in (before, after)]
         assert spread[1] < 0.85 * spread[0], name
+
+
+@pytest.mark.parametrize("lost", ["nothing", "a block", "gains"])
+def test_a_run_that_goes_on_has_the_norms_of_the_first(lost):
+    work = Memory()
+    whole = quantised(model_of("Llama"), work).state_dict()
+    if lost == "a block":  # as after a damaged piece: its layers and norms are made again
+        del work.pieces["block-model.layers.0"]
+    if lost == "gains":  # the control: a run without them would be told apart
+        tensors, _ = work.pieces["block-model.layers.0"]
+        del tensors["model.layers.0.input_layernorm.weight"]
+    again = quantised(model_of("Llama"), work).state_dict()
+    same = all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
+    assert same == (lost != "gains")
 
 
 class Routed(nn.Module):

@@ -17,6 +17,7 @@ moves, so a router, a second reader or an unknown kind of norm costs the gain, n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
@@ -105,7 +106,7 @@ def _factors(squares: Tensor, weights_OI: Sequence[Tensor], tied: tuple[int, int
     if tied is not None:
         heads, size = tied
         logarithm = logarithm.view(-1, heads, size).mean(1, keepdim=True).expand(-1, heads, size).reshape(-1)
-    bound = torch.tensor(MOST).log()
+    bound = math.log(MOST)
     return (logarithm - logarithm.mean()).clamp(-bound, bound).exp()
 
 

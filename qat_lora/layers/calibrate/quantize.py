@@ -225,14 +225,23 @@ class LayerFitter:
             found |= self.fit(names, [moments[name] for name in names])
         return {name: found[name] for name in moments}
 
-    def finish(self, block: str, fit: Callable[[], dict[str, Finished]]) -> dict[str, Finished]:
-        """Return a block's layers as an interrupted run finished them, or else fit and keep them now."""
+    def finish(
+        self, block: str, fit: Callable[[], dict[str, Finished]], gains: dict[str, Tensor] | None = None
+    ) -> dict[str, Finished]:
+        """Return a block's layers as an interrupted run finished them, or else fit and keep them now.
+
+        `gains` are the weights of norms that go with them, by name: `fit` fills them, or what was kept does.
+        """
+        gains = {} if gains is None else gains
         kept = self.work.take(f"block-{block}")
         if kept is None:
             found = fit()
-            self.work.keep(f"block-{block}", *kept_of(found, self.unreached))
+            tensors, unreached = kept_of(found, self.unreached)
+            self.work.keep(f"block-{block}", tensors | gains, unreached)
         else:
             found = finished_of(kept, self.model, self.targets)
+            of_layers = tuple(f"{name}." for name in found)
+            gains |= {key: gain for key, gain in kept[0].items() if not key.startswith(of_layers)}
             self.unreached.update(name for name, unreached in kept[1].items() if unreached)
             self.bar.update(len(found))
         return found

@@ -76,8 +76,9 @@ def quantize_sequential(fitter: LayerFitter, batches: Sequence[Any], forward: Ca
         student = capture_calls(stack, batches, forward)[0]
     for i, (name, layers) in enumerate(blocks.items()):
         block = _Block(fitter, name, layers, calls[i], exact[0].dtype)
-        found = fitter.finish(name, functools.partial(block.fit, exact, student))
-        block.put_norms((fitter.work.take(f"norms-{name}") or ({}, {}))[0])
+        gains: dict[str, Tensor] = {}
+        found = fitter.finish(name, functools.partial(block.fit, exact, student, gains), gains)
+        block.put_gains(gains)
         for layer, finished in found.items():
             block.correct(layer, finished)
         if not block.is_reference_run:  # its layers were fitted by an interrupted run
@@ -145,10 +146,10 @@ class _Block:
         self.writers: dict[str, _Writer] = {}  # layers that add to the hidden states
         self.scales = Scales({}, {}, {})
 
-    def fit(self, exact: list[Tensor], student: list[Tensor]) -> dict[str, Finished]:
+    def fit(self, exact: list[Tensor], student: list[Tensor], gains: dict[str, Tensor]) -> dict[str, Finished]:
         """Fit the layers to the hidden states that enter reference and student; leave them dense and corrected.
 
-        The states in `exact` become those that leave the reference.
+        The states in `exact` become those that leave the reference; `gains` get the norms' new weights, by name.
         """
         found: dict[str, Finished] = {}
         first = exact[0]
@@ -161,8 +162,8 @@ class _Block:
         }
         unmoved = functools.partial(self._is_unmoved, first, output)
         self.scales = block_scales(self.reference, stages, norms, squares, unmoved)
-        self.put_norms(self.scales.norms)
-        self.fitter.work.keep(f"norms-{self.name}", self.scales.norms, {})
+        gains |= {f"{self.name}.{path}.weight": gain for path, gain in self.scales.norms.items()}
+        self.put_gains(gains)
         for paths in stages:
             moments = self._moments(paths, reference, student)
             for run in reference:  # no later stage reads them
@@ -189,12 +190,11 @@ class _Block:
         path = self._path(name)
         return self.scales.weight(path, self.reference.get_submodule(path).weight.data)
 
-    def put_norms(self, weights: Mapping[str, Tensor]) -> None:
-        """Put new weights into the student's norms, by path; the reference keeps its own."""
-        for path, weight in weights.items():
-            norm = self.student.get_submodule(path)
-            given = weight.to(norm.weight.device)
-            norm.weight = nn.Parameter(given, requires_grad=False)
+    def put_gains(self, gains: Mapping[str, Tensor]) -> None:
+        """Put new weights into the student's norms, by name; the reference keeps its own."""
+        for name, gain in gains.items():
+            norm = self.fitter.model.get_submodule(name.removesuffix(".weight"))
+            norm.weight = nn.Parameter(gain.to(norm.weight.device), requires_grad=False)
 
     def _is_unmoved(self, states: Tensor, output: Tensor, scales: Scales) -> bool:
         """Return whether the block computes the same of a batch when its weights are scaled."""
@@ -362,11 +362,11 @@ def _factors_of(states: Tensor, output: Tensor, outputs: Mapping[str, Tensor]) -
 
     output = states + Σ c y is solved for c by least squares; a layer whose output goes elsewhere has a c of 0.
     """
-    size = output.float().square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)  # every token counts alike
-    change = ((output.float() - states.float()) / size).flatten()
-    columns = torch.stack([(y.float() / size).flatten() for y in outputs.values()] or [change[:0]], 1)
     if not outputs:
         return {}
+    size = output.float().square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)  # every token counts alike
+    change = ((output.float() - states.float()) / size).flatten()
+    columns = torch.stack([(y.float() / size).flatten() for y in outputs.values()], 1)
     products = (columns.T @ torch.cat([columns, change[:, None]], 1)).double().cpu()
     factors = torch.linalg.lstsq(products[:, :-1], products[:, -1:]).solution
     left = change - (columns @ factors.to(columns))[:, 0]
