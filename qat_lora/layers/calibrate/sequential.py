@@ -13,9 +13,9 @@ A layer that adds to the hidden states can do more: with r what the student lack
 
     W* = (W E[x yᵀ] + LACK · E[r yᵀ]) E[y yᵀ]⁻¹,
 
-so that the part of all earlier errors that its inputs tell of is taken back. On a model of 135 M weights at 2 bits this
-is a sixth of the KL. What adds is found by the numbers: a block's output less its input is solved for in its layers'
-outputs, or in those of the norms behind them (Gemma 2 and 3). Blocks with experts keep the plain target.
+and so takes back what its inputs tell of all earlier errors. At 2 bits this is a sixth of the KL of a model of 135 M
+weights. Which layers add is solved for: what a block adds to its input, in terms of its layers' outputs, or of the
+outputs of norms behind them (Gemma 2 and 3). Blocks with experts keep the plain target.
 
 Weights are fitted as `equalize` scales them.
 
@@ -155,11 +155,11 @@ class _Block:
         first = exact[0]
         stages, norms, output = self._stages(first)
         reference = self._run_reference(stages, exact)
-        squares = {
-            paths[0]: torch.stack([run.given[paths[0]].float().square().mean(0) for run in reference]).mean(0)
-            for paths in stages
-            if all(paths[0] in run.given for run in reference)
-        }
+        squares = {}
+        for first_path, *_ in stages:
+            if all(first_path in run.given for run in reference):
+                by_batch = [run.given[first_path].float().square().mean(0) for run in reference]
+                squares[first_path] = torch.stack(by_batch).mean(0)
         unmoved = functools.partial(self._is_unmoved, first, output)
         self.scales = block_scales(self.reference, stages, norms, squares, unmoved)
         gains |= {f"{self.name}.{path}.weight": gain for path, gain in self.scales.norms.items()}
@@ -205,9 +205,9 @@ class _Block:
             linear.weight = nn.Parameter(scaled, requires_grad=False)
         for path, weight in scales.norms.items():
             trial.get_submodule(path).weight = nn.Parameter(weight, requires_grad=False)
-        found = run_block(trial, states, self.calls[0]).float()
-        size = output.float().square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)  # every token counts alike
-        moved, change = ((x / size).square().mean().sqrt() for x in (found - output, output.float() - states))
+        found = run_block(trial, states, self.calls[0])
+        moved = _relative(found.float() - output.float(), output).square().mean().sqrt()
+        change = _relative(output.float() - states.float(), output).square().mean().sqrt()
         return bool(moved < MOVED * change + torch.finfo(output.dtype).eps)
 
     def correct(self, name: str, finished: Finished) -> None:
@@ -224,17 +224,23 @@ class _Block:
         order: list[tuple[str, Tensor]] = []
         outputs: dict[str, Tensor] = {}
         norms: list[NormCall] = []
+
+        def note_layer(path: str, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            order.append((path, args[0]))
+            outputs[path] = output
+
+        def note_norm(path: str, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            norms.append(NormCall(path, args[0], output))
+
         with contextlib.ExitStack() as hooks:
-            for path in self.paths:
-                layer = self.reference.get_submodule(path)
-                hook = functools.partial(lambda path, _module, args: order.append((path, args[0])), path)
-                hooks.enter_context(layer.register_forward_pre_hook(hook))
-                keep = functools.partial(lambda path, _m, _a, output: outputs.__setitem__(path, output), path)
-                hooks.enter_context(layer.register_forward_hook(keep))
             for path, module in self.reference.named_modules():
-                if type(module).__name__.endswith("Norm"):
-                    note = functools.partial(lambda p, _m, args, out: norms.append(NormCall(p, args[0], out)), path)
-                    hooks.enter_context(module.register_forward_hook(note))
+                if path in self.paths:
+                    hook = functools.partial(note_layer, path)
+                elif type(module).__name__.endswith("Norm"):
+                    hook = functools.partial(note_norm, path)
+                else:
+                    continue
+                hooks.enter_context(module.register_forward_hook(hook))
             output = run_block(self.reference, states, self.calls[0])
         if not any(siblings_of(path) for path in self.paths):
             alike = {path: y for path, y in outputs.items() if y.shape == states.shape}
@@ -273,9 +279,12 @@ class _Block:
         for j, call in enumerate(self.calls):
             routes: list[Tensor] = []
             before = exact[j]
-            outputs = {module: before for path, writer in self.writers.items() for module in (path, writer.adds)}
+            modules = [*self.writers, *(writer.adds for writer in self.writers.values())]
+            outputs = dict.fromkeys(modules, before)
             given, exact[j] = _inputs_of(sources, self.reference, before, call, routes, outputs, to_the_end=True)
-            sizes = {path: outputs[path].float().square().mean(-1).sqrt().view(-1, 1) for path in self.writers}
+            sizes = {}
+            for path in self.writers:
+                sizes[path] = outputs[path].float().square().mean(-1).sqrt().view(-1, 1)
             runs.append(_ReferenceRun(given, routes, self._added_to(before, outputs), sizes))
         self.is_reference_run = True
         return runs
@@ -289,6 +298,17 @@ class _Block:
                 break
             states = states + writer.factor * outputs[writer.adds]
         return found
+
+    def _lack(self, path: str, run: _ReferenceRun, states: Tensor) -> Tensor:
+        """Return what a layer would have to put out more for the student's states to be right, [tokens, O]."""
+        writer = self.writers[path]
+        lack = (run.added_to.pop(path).float() - states.float()) / writer.factor
+        if writer.gain is None:
+            return lack
+        # A norm behind the layer adds g y / size, so y takes lack · size / g, with 1 / g damped for faint outputs.
+        gain = writer.gain
+        least = FAINT * gain.square().mean().sqrt()
+        return lack * run.sizes[path] * gain / (gain.square() + least.square())
 
     def _moments(self, paths: list[str], reference: list[_ReferenceRun], student: list[Tensor]) -> dict[str, Moments]:
         """Return the moments of the inputs of one stage's layers, by name; layers of one input share theirs.
@@ -318,11 +338,7 @@ class _Block:
             states = self._added_to(student[j], outputs)
             for path in paths:
                 if path in self.writers:
-                    writer = self.writers[path]
-                    lack = (run.added_to.pop(path).float() - states[path].float()) / writer.factor
-                    if writer.gain is not None:  # through the norm, as large as the reference's output is
-                        least = FAINT * writer.gain.square().mean().sqrt()
-                        lack = lack * run.sizes[path] * writer.gain / (writer.gain.square() + least.square())
+                    lack = self._lack(path, run, states[path])
                     product = lack.T @ ys[sources[path]].float()
                     lacks[path] = lacks[path].add_(product) if path in lacks else product
         for total in sums.values():
@@ -357,6 +373,12 @@ class _Writer(NamedTuple):
 FAINT = 0.1  # of the root mean square gain of a norm: outputs that it all but drops are not asked to correct much
 
 
+def _relative(values: Tensor, output: Tensor) -> Tensor:
+    """Return values over the root mean square of each token's output, so that every token counts alike."""
+    size = output.float().square().mean(-1, keepdim=True).sqrt()
+    return values.float() / size.clamp_min(1e-12)
+
+
 def _factors_of(states: Tensor, output: Tensor, outputs: Mapping[str, Tensor]) -> dict[str, float]:
     """Return which outputs a block adds to the hidden states, with their factors; none if it does more.
 
@@ -364,16 +386,16 @@ def _factors_of(states: Tensor, output: Tensor, outputs: Mapping[str, Tensor]) -
     """
     if not outputs:
         return {}
-    size = output.float().square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)  # every token counts alike
-    change = ((output.float() - states.float()) / size).flatten()
-    columns = torch.stack([(y.float() / size).flatten() for y in outputs.values()], 1)
+    change = _relative(output.float() - states.float(), output).flatten()
+    columns = torch.stack([_relative(y, output).flatten() for y in outputs.values()], 1)
     products = (columns.T @ torch.cat([columns, change[:, None]], 1)).double().cpu()
     factors = torch.linalg.lstsq(products[:, :-1], products[:, -1:]).solution
     left = change - (columns @ factors.to(columns))[:, 0]
     rounding = 0.5 * torch.finfo(output.dtype).eps
     if left.square().mean().sqrt() > MOVED * change.square().mean().sqrt() + rounding:
         return {}
-    return {path: round(float(c), 2) for path, c in zip(outputs, factors[:, 0], strict=True) if abs(c) > 0.05}
+    of_outputs = zip(outputs, factors[:, 0].tolist(), strict=True)
+    return {path: round(factor, 2) for path, factor in of_outputs if abs(factor) > 0.05}
 
 
 def _mixture_stage(path: str) -> tuple[str, bool] | None:
@@ -443,7 +465,7 @@ class Moments(NamedTuple):
     lack_OI: Tensor | None = None  # E[r yᵀ], of a layer that adds to the hidden states: what they lack before
 
 
-LACK = 0.7  # the share of it that is aimed at: all of it overfits
+LACK = 0.7  # the share of it that is aimed at; half of it and all of it were alike (docs/log.md)
 RIDGE = 4.0  # of inputs over tokens: what a fit of so many unknowns to so few equations overstates
 
 
