@@ -44,9 +44,9 @@ class NormCall(NamedTuple):
 
 def gain_of(norm: nn.Module, call: NormCall) -> Tensor | None:
     """Return the gains of an RMS norm, float32 [N], found by what it did; None for any other norm."""
-    if [name for name, _ in norm.named_parameters()] != ["weight"] or norm.weight.dim() != 1:
+    if [name for name, _ in norm.named_parameters()] != ["weight"] or norm.get_parameter("weight").dim() != 1:
         return None
-    stored = norm.weight.data.float()
+    stored = norm.get_parameter("weight").data.float()
     x = call.given.reshape(-1, len(stored)).float()
     normed = x * x.square().mean(-1, keepdim=True).clamp_min(1e-12).rsqrt()
     output = call.output.reshape(-1, len(stored)).float()
@@ -132,9 +132,9 @@ def _of_norm(
     gain = gain_of(norm, call)
     if gain is None:
         return None
-    stored = norm.weight.data
+    stored = norm.get_parameter("weight").data
     offset = round(float((gain - stored.float()).mean()))
-    wanted = _factors(squares, [block.get_submodule(path).weight.data for path in stage])
+    wanted = _factors(squares, [block.get_parameter(f"{path}.weight").data for path in stage])
     # In bfloat16 whatever the stored type, so that the student is the same from either file.
     new = (gain / wanted - offset).bfloat16().to(stored.dtype)
     new_gain = new.float() + offset
@@ -152,15 +152,15 @@ def _of_pair(block: nn.Module, path: str, squares: Tensor, layers: Container[str
     """Return the scales between a layer and the one before it; None where that is unknown."""
     parent, _, name = path.rpartition(".")
     module = block.get_submodule(parent)
-    reader = block.get_submodule(path)
+    reader_OI = block.get_parameter(f"{path}.weight").data
     writer = getattr(module, _WRITERS.get(name, ""), None)
     writer_path = f"{parent}.{_WRITERS.get(name)}".lstrip(".")
     if writer_path not in layers or not isinstance(writer, nn.Linear) or writer.bias is not None:
         return None
-    heads, rest = divmod(reader.in_features, writer.out_features)
+    heads, rest = divmod(reader_OI.shape[1], writer.out_features)
     size = getattr(module, "head_dim", writer.out_features) if heads > 1 else writer.out_features
     if rest or not isinstance(size, int) or writer.out_features % size:
         return None
-    factors = _factors(squares, [reader.weight.data], (heads, size))
+    factors = _factors(squares, [reader_OI], (heads, size))
     rows = factors.view(-1, heads, size)[:, 0].reshape(-1)
     return Scales({path: factors}, {writer_path: 1 / rows}, {})

@@ -188,21 +188,21 @@ class _Block:
     def _scaled(self, name: str) -> Tensor:
         """Return a layer's full-precision weight in the scales of the student, float32."""
         path = self._path(name)
-        return self.scales.weight(path, self.reference.get_submodule(path).weight.data)
+        return self.scales.weight(path, self.reference.get_parameter(f"{path}.weight").data)
 
     def put_gains(self, gains: Mapping[str, Tensor]) -> None:
         """Put new weights into the student's norms, by name; the reference keeps its own."""
         for name, gain in gains.items():
             norm = self.fitter.model.get_submodule(name.removesuffix(".weight"))
-            norm.weight = nn.Parameter(gain.to(norm.weight.device), requires_grad=False)
+            device = self.fitter.model.get_parameter(name).device
+            norm.weight = nn.Parameter(gain.to(device), requires_grad=False)
 
     def _is_unmoved(self, states: Tensor, output: Tensor, scales: Scales) -> bool:
         """Return whether the block computes the same of a batch when its weights are scaled."""
         trial = copy.deepcopy(self.reference, {id(p): p for p in self.reference.parameters()})
         for path in {*scales.columns, *scales.rows}:
-            linear = trial.get_submodule(path)
-            scaled = scales.weight(path, linear.weight.data).to(self.dtype)
-            linear.weight = nn.Parameter(scaled, requires_grad=False)
+            scaled = scales.weight(path, trial.get_parameter(f"{path}.weight").data).to(self.dtype)
+            trial.get_submodule(path).weight = nn.Parameter(scaled, requires_grad=False)
         for path, weight in scales.norms.items():
             trial.get_submodule(path).weight = nn.Parameter(weight, requires_grad=False)
         found = run_block(trial, states, self.calls[0])
